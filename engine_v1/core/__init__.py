@@ -1,0 +1,1 @@
+"""The scheduler and what it manages: requests' turns, token rows and cache blocks. Knows no torch."""

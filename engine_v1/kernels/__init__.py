@@ -1,0 +1,1 @@
+"""Numba CPU kernels: arithmetic only, a row's result independent of its batch."""

@@ -1,0 +1,152 @@
+"""Compile kernels with Numba and keep the machine code on disk, keyed by all that it depends on."""
+
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from numba.core.caching import NullCache
+
+from engine_v1.paths import cache_root, is_writable_directory
+
+# Every file whose text ends up in machine code. Numba sees changes of the decorated function's own file only, never of
+# what it calls in others, so the directory's name carries a hash of all of them.
+KERNEL_SOURCES = ("kernels/*.py", "sample/*.py", "spec_decode/*.py")
+# Switches that change what the kernels compile to (kernels/intrinsics.py reads them).
+KERNEL_SWITCHES = ("ENGINE_V1_DISABLE_BF16_DOT", "ENGINE_V1_DISABLE_VNNI")
+PROGRESS_AFTER_S = 0.7
+
+_decorate_lock = threading.Lock()
+_compile_lock = threading.RLock()
+
+
+@functools.cache
+def cache_directory() -> Path | None:
+    """Return the directory that holds this machine's compiled kernels, or None where nothing is writable.
+
+    Its name changes with the CPU model and features, the versions of python, numba, llvmlite and numpy, the switches
+    above and the text of every kernel source: code from another machine or another version is never loaded.
+    """
+    root = cache_root()
+    if root is None:
+        return None
+    key = hashlib.sha256()
+    for fact in (
+        sys.version,
+        numba.__version__,
+        llvmlite.__version__,
+        np.__version__,
+        llvm.get_default_triple(),
+        llvm.get_host_cpu_name(),
+        llvm.get_host_cpu_features().flatten(),
+        *(f"{name}={os.environ.get(name, '')}" for name in KERNEL_SWITCHES),
+    ):
+        key.update(f"{fact}\n".encode())
+    package = Path(__file__).resolve().parents[1]
+    for pattern in KERNEL_SOURCES:
+        for source in sorted(package.glob(pattern)):
+            key.update(f"{source.relative_to(package)}\n".encode())
+            key.update(source.read_bytes())
+    directory = root / "kernels" / f"{llvm.get_host_cpu_name()}-{key.hexdigest()[:16]}"
+    return directory if is_writable_directory(directory) else None
+
+
+def jit(function: Callable[..., Any] | None = None, *, cache: bool = True, **options: Any) -> Any:
+    """Wrap `function` as a lazy Numba dispatcher that keeps its machine code on disk.
+
+    Use it as `@jit` or `@jit(parallel=True, ...)`; options are those of `numba.njit`, with `nogil=True` as default.
+    Decorating compiles nothing. Kernels that Python calls are cached; functions that only kernels call say
+    `cache=False`, since the caller's machine code contains them.
+    """
+    if function is None:
+        return functools.partial(jit, cache=cache, **options)
+    has_source = os.path.isfile(function.__code__.co_filename)  # an interactive session's functions have none
+    directory = cache_directory() if cache and has_source else None
+    with _decorate_lock:
+        # Numba reads the directory from its global configuration while decorating, and at no later time.
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(directory or "")
+        try:
+            return numba.njit(cache=directory is not None, **{"nogil": True, **options})(function)
+        finally:
+            numba.config.CACHE_DIR = before
+
+
+def warmup(
+    dispatcher: Any, signatures: Iterable[tuple[Any, ...]], *, progress: Callable[[str], None] | None = None
+) -> None:
+    """Compile `dispatcher` for exactly `signatures` (or load them from disk); any other type is an error afterwards.
+
+    Args:
+        dispatcher: what :func:`jit` returned.
+        signatures: tuples of numba argument types.
+        progress: called with a line of text if compiling takes longer than a moment; by default the line goes to
+            stderr where that is a terminal.
+
+    Cost:
+        Nothing for signatures that are compiled already; a file lock held while compiling, so that engines that start
+        together compile once.
+    """
+    with _compile_lock:
+        missing = [sig for sig in signatures if tuple(sig) not in dispatcher.overloads]
+        dispatcher.disable_compile(False)
+        if missing:
+            with _cache_file_lock(), _progress_line(dispatcher.py_func.__name__, progress):
+                for signature in missing:
+                    _compile(dispatcher, tuple(signature))
+        dispatcher.disable_compile()
+
+
+def _compile(dispatcher: Any, signature: tuple[Any, ...]) -> None:
+    try:
+        dispatcher.compile(signature)
+    except OSError as error:  # a full or vanished disk must not stop the engine
+        warnings.warn(f"compiled kernels cannot be kept on disk ({error}); every start compiles them", stacklevel=3)
+        dispatcher._cache = NullCache()
+        dispatcher.compile(signature)
+
+
+@contextlib.contextmanager
+def _cache_file_lock() -> Iterator[None]:
+    """Hold the cache directory: two processes saving one kernel at once can mix up Numba's numbered data files."""
+    directory = cache_directory()
+    try:
+        import fcntl
+
+        handle = open(directory / ".lock", "a") if directory else None  # noqa: SIM115
+    except (ImportError, OSError):
+        handle = None
+    if handle is None:
+        yield
+        return
+    with handle:
+        with contextlib.suppress(OSError):  # file systems without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield  # closing the file releases the lock
+
+
+@contextlib.contextmanager
+def _progress_line(name: str, progress: Callable[[str], None] | None) -> Iterator[None]:
+    if progress is None and sys.stderr.isatty():
+        progress = functools.partial(print, file=sys.stderr, flush=True)
+    if progress is None:
+        yield
+        return
+    where = "kept on disk for the next start" if cache_directory() else "no writable cache directory: at every start"
+    line = f"compiling kernel {name} for this CPU ({where}) ..."
+    timer = threading.Timer(PROGRESS_AFTER_S, progress, [line])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

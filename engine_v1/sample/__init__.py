@@ -1,0 +1,1 @@
+"""From logits to tokens: coupled random numbers, sampling and log probabilities."""

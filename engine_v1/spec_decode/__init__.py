@@ -1,0 +1,1 @@
+"""Drafting: who proposes tokens, by which rule, and how well it went."""
