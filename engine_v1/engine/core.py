@@ -1,0 +1,155 @@
+"""The engine's step: propose, schedule, execute, update."""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from engine_v1.attention.torch_attention import TorchPagedAttention
+from engine_v1.config import EngineConfig
+from engine_v1.core.kv_cache_manager import KVCacheManager
+from engine_v1.core.scheduler import Scheduler
+from engine_v1.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from engine_v1.core.token_table import TokenTable
+from engine_v1.models.config import DecoderConfig
+from engine_v1.models.loader import load_model
+from engine_v1.platforms import get_platform
+from engine_v1.request import Request, RequestStatus
+from engine_v1.spec_decode.ngram_proposer import NgramProposer
+from engine_v1.spec_decode.proposer import Proposer
+from engine_v1.worker.backend import TorchBackend
+from engine_v1.worker.gpu_model_runner import GPUModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Runs requests to their end, a step at a time.
+
+    Args:
+        scheduler: holds the requests.
+        runner: computes a step.
+        proposer: drafts before each step; None to decode plainly.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: GPUModelRunner, proposer: Proposer | None = None) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.proposer = proposer
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; see :meth:`Scheduler.add_request`."""
+        self.scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[Request]:
+        """End requests between two steps; ids that are unknown or have finished are passed over."""
+        return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished_requests()
+
+    def step(self) -> list[Request]:
+        """Compute one step and return the requests that gained tokens or ended."""
+        if not self.has_unfinished_requests():
+            return []
+        if self.proposer is not None:
+            self.proposer.propose(self.scheduler.running)
+        step = self.scheduler.schedule()
+        assert step.scheduled, "a step with unfinished requests computes something"
+        output = self._execute(step)
+        return self.scheduler.update_from_output(step, output)
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget cached prefixes; see :meth:`Scheduler.reset_prefix_cache`."""
+        return self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
+
+    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run the model; if it fails, run each request by itself so that only those that fail alone end."""
+        try:
+            return self.runner.execute_model(step)
+        except Exception as failure:  # whatever a model raises ends requests, never the engine
+            logger.exception("a step of %d requests failed", len(step.scheduled))
+            if len(step.scheduled) == 1:
+                error = f"{type(failure).__name__}: {failure}"
+                return ModelRunnerOutput(errors={step.scheduled[0].request_id: error})
+        merged = ModelRunnerOutput()
+        for part in step.split():
+            output = self._execute(part)
+            merged.sampled_token_ids |= output.sampled_token_ids
+            merged.logprobs |= output.logprobs
+            merged.errors |= output.errors
+        return merged
+
+
+def build_engine_core(config: EngineConfig, model_directory: Path, decoder_config: DecoderConfig) -> EngineCore:
+    """Load the model and put an engine together.
+
+    Args:
+        config: checked settings.
+        model_directory: weights in Hugging Face's layout.
+        decoder_config: what the model looks like.
+
+    Raises:
+        ValueError: the KV cache would have fewer than two usable blocks.
+    """
+    platform = get_platform(config.model.device)
+    loaded = load_model(model_directory, decoder_config, dtype=config.model.dtype, device=platform.device)
+    block_size, scheduler_config = config.cache.block_size, config.scheduler
+    bytes_per_block = (
+        2  # keys and values
+        * decoder_config.num_hidden_layers
+        * decoder_config.num_key_value_heads
+        * decoder_config.head_dim
+        * loaded.dtype.itemsize
+        * block_size
+    )
+    num_blocks = _num_blocks(
+        config, bytes_per_block, platform.kv_cache_memory_bytes(config.cache.gpu_memory_utilization)
+    )
+    attention = TorchPagedAttention(
+        num_layers=decoder_config.num_hidden_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=decoder_config.num_key_value_heads,
+        head_dim=decoder_config.head_dim,
+        dtype=loaded.dtype,
+        device=platform.device,
+    )
+    token_table = TokenTable(scheduler_config.max_num_seqs, scheduler_config.max_model_len)
+    kv_cache = KVCacheManager(
+        num_blocks=num_blocks, block_size=block_size, enable_caching=config.cache.enable_prefix_caching
+    )
+    speculative = config.speculative
+    scheduler = Scheduler(
+        scheduler_config,
+        kv_cache,
+        token_table,
+        num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
+    )
+    proposer = None
+    if speculative is not None:
+        proposer = NgramProposer(
+            token_table,
+            num_speculative_tokens=speculative.num_speculative_tokens,
+            prompt_lookup_min=speculative.prompt_lookup_min,
+            prompt_lookup_max=speculative.prompt_lookup_max,
+            prompt_lookup_tie=speculative.prompt_lookup_tie,
+        )
+    backend = TorchBackend(loaded.model, attention, platform.device)
+    runner = GPUModelRunner(backend, token_table, block_size=block_size)
+    return EngineCore(scheduler, runner, proposer)
+
+
+def _num_blocks(config: EngineConfig, bytes_per_block: int, default_bytes: int) -> int:
+    """Return the pool's size, the null block included."""
+    if config.cache.num_gpu_blocks_override is not None:
+        num_blocks = config.cache.num_gpu_blocks_override
+    else:
+        memory_bytes = config.cache.kv_cache_memory_bytes or default_bytes
+        most_needed = config.scheduler.max_num_seqs * -(-config.scheduler.max_model_len // config.cache.block_size) + 1
+        num_blocks = min(memory_bytes // bytes_per_block, most_needed)
+    if num_blocks < 3:
+        raise ValueError(
+            f"the KV cache has {num_blocks} blocks of {config.cache.block_size} tokens ({bytes_per_block} bytes each); "
+            "it needs at least 3, one of them reserved; raise num_gpu_blocks_override or kv_cache_memory_bytes"
+        )
+    return num_blocks

@@ -1,0 +1,1 @@
+"""Runs the model for one step on one device."""

@@ -1,0 +1,91 @@
+"""What computes the rows of a step: the seam between the runner's layout and a device's arithmetic."""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine_v1.attention.metadata import AttentionMetadata
+from engine_v1.attention.torch_attention import TorchPagedAttention
+from engine_v1.core.scheduler_output import TokenLogprobs
+from engine_v1.models.registry import CausalLM
+from engine_v1.sample.logprobs import token_logprobs
+from engine_v1.sample.sampler import Sampler, SamplingRows
+
+
+class Backend(Protocol):
+    """A model with its KV cache on one device. One step at a time: forward, then sample, then logprobs."""
+
+    def forward(
+        self, input_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], metadata: AttentionMetadata
+    ) -> None:
+        """Compute a step's rows, writing their keys and values to the cache.
+
+        Args:
+            input_ids: int64[num_tokens].
+            positions: int64[num_tokens].
+            metadata: the rows' layout.
+        """
+
+    def sample(
+        self, indices: npt.NDArray[np.int64], rows: SamplingRows, *, keep_logits: bool
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Draw a token for some rows of the step.
+
+        Args:
+            indices: int64[num_sampled], which rows.
+            rows: what to sample them with.
+            keep_logits: whether :meth:`logprobs` will be asked about them.
+
+        Returns:
+            int64[num_sampled] tokens, and bool[num_sampled]: whether the row's logits were usable.
+        """
+        ...
+
+    def logprobs(self, index: int, token_id: int, num_logprobs: int) -> TokenLogprobs:
+        """Return the log probabilities at row ``index`` of those that were sampled last."""
+        ...
+
+
+class TorchBackend:
+    """Computes through torch, on any device; the definition that kernels are tested against.
+
+    Args:
+        model: the network.
+        attention: its paged KV cache.
+        device: where both are.
+    """
+
+    def __init__(self, model: CausalLM, attention: TorchPagedAttention, device: torch.device) -> None:
+        self.model = model
+        self.attention = attention
+        self.device = device
+        self.sampler = Sampler()
+        self._hidden = torch.empty(0)
+        self._logits = torch.empty(0)
+
+    @torch.inference_mode()
+    def forward(
+        self, input_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], metadata: AttentionMetadata
+    ) -> None:
+        """See :class:`Backend`."""
+        attention = self.attention.begin(metadata)
+        self._hidden = self.model.forward(self._to_device(input_ids), self._to_device(positions), attention)
+
+    @torch.inference_mode()
+    def sample(
+        self, indices: npt.NDArray[np.int64], rows: SamplingRows, *, keep_logits: bool
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """See :class:`Backend`."""
+        logits = self.model.compute_logits(self._hidden[self._to_device(indices)])
+        self._logits = logits if keep_logits else torch.empty(0)
+        return self.sampler.sample(logits, rows)
+
+    @torch.inference_mode()
+    def logprobs(self, index: int, token_id: int, num_logprobs: int) -> TokenLogprobs:
+        """See :class:`Backend`."""
+        return token_logprobs(self._logits[index], token_id, num_logprobs)
+
+    def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -1,0 +1,60 @@
+"""What the runner remembers between steps about each row of the token table."""
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_v1.core.scheduler_output import NewRequestData, SchedulerOutput
+from engine_v1.sample.sampler import SamplingRows
+
+
+class InputBatch:
+    """Per-row arrays, indexed by the rows that the scheduler hands out; a row's values hold until it is taken anew.
+
+    Args:
+        num_rows: as many as the token table has.
+        max_blocks_per_row: blocks that the longest request holds.
+    """
+
+    def __init__(self, num_rows: int, max_blocks_per_row: int) -> None:
+        self.block_table: npt.NDArray[np.int32] = np.zeros((num_rows, max_blocks_per_row), np.int32)
+        self.num_prompt_tokens: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.temperature: npt.NDArray[np.float64] = np.zeros(num_rows, np.float64)
+        self.top_k: npt.NDArray[np.int32] = np.zeros(num_rows, np.int32)
+        self.top_p: npt.NDArray[np.float64] = np.ones(num_rows, np.float64)
+        self.seed: npt.NDArray[np.uint64] = np.zeros(num_rows, np.uint64)
+        self.sample_index: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.num_logprobs: npt.NDArray[np.int32] = np.full(num_rows, -1, np.int32)  # -1: none asked for
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Take in a step's new requests and new blocks. Doing so twice changes nothing."""
+        for new in step.new_requests:
+            self._set_row(new)
+        for share in step.scheduled:
+            end = share.block_offset + len(share.new_block_ids)
+            self.block_table[share.row, share.block_offset : end] = share.new_block_ids
+
+    def _set_row(self, new: NewRequestData) -> None:
+        params, row = new.sampling_params, new.row
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.temperature[row] = 0.0 if params.greedy else params.temperature
+        self.top_k[row] = max(0, params.top_k)
+        self.top_p[row] = params.top_p
+        self.seed[row] = new.seed
+        self.sample_index[row] = new.sample_index
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+
+    def sampling_rows(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> SamplingRows:
+        """Return what to sample with.
+
+        Args:
+            rows: int32[num_sampled], row of each sampled position.
+            positions: int64[num_sampled], the position whose logits are sampled; they decide the token after it.
+        """
+        return SamplingRows(
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            seed=self.seed[rows],
+            sample_index=self.sample_index[rows],
+            output_index=positions + 1 - self.num_prompt_tokens[rows],
+        )

@@ -1,0 +1,248 @@
+"""Small cases with known answers, on checkpoints whose next token is known; each also equals speculation off."""
+
+import math
+
+import pytest
+import torch
+
+from engine_v1 import LLM, SamplingParams
+from engine_v1.models.registry import register_model
+from tests.checkpoints import (
+    CYCLE_PROMPT,
+    PEPPER,
+    byte_tokenizer,
+    cycle_successor,
+    letter_tokenizer,
+    pepper_successor,
+    write_random_llama,
+    write_successor_model,
+)
+
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+@pytest.fixture(scope="module")
+def cycle_model(tmp_path_factory):
+    return write_successor_model(tmp_path_factory.mktemp("cycle"), cycle_successor, letter_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def cycle_model_eos(tmp_path_factory):
+    return write_successor_model(tmp_path_factory.mktemp("cycle-eos"), cycle_successor, letter_tokenizer(), eos=6)
+
+
+def make_llm(model, speculative_config, **options):
+    defaults = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 24}
+    return LLM(str(model), speculative_config=speculative_config, **(defaults | options))
+
+
+def generate(model, prompts, params, speculative_config=SPECULATION, **options):
+    with make_llm(model, speculative_config, **options) as llm:
+        prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return llm.generate(prompts, params, use_tqdm=False)
+
+
+def seen(output):
+    """What must not depend on speculation."""
+    one = output.outputs[0]
+    return one.token_ids, one.text, one.finish_reason, one.stop_reason, one.logprobs, output.num_cached_tokens
+
+
+def both(model, prompt=CYCLE_PROMPT, **params):
+    """The completion with speculation on, after checking that it equals the one without."""
+    params = SamplingParams(**({"temperature": 0.0} | params))
+    (on,) = generate(model, [prompt], params)
+    (off,) = generate(model, [prompt], params, None)
+    assert seen(on) == seen(off)
+    assert off.outputs[0].spec_decode_metrics is None
+    return on.outputs[0]
+
+
+def test_base_case(cycle_model):
+    """12 tokens in 3 steps: no draft, then [4 5 6 7 8], then [0 1 2 3]; 9 drafted, 9 accepted."""
+    output = both(cycle_model, max_tokens=12)
+    assert output.token_ids == [3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4]
+    assert output.finish_reason == "length"
+    metrics = output.spec_decode_metrics
+    assert metrics.per_step_drafted == [0, 5, 4]
+    assert metrics.per_step_accepted == [0, 5, 4]
+    assert metrics.num_spec_steps == 2
+    assert metrics.mean_acceptance_length == 1 + 9 / 2
+
+
+@pytest.mark.parametrize("stopper", ["eos", "stop_token_ids"])
+def test_a_stop_inside_accepted_drafts(cycle_model, cycle_model_eos, stopper):
+    """[3 4 5 6] in 2 steps; of 5 drafted 3 count as accepted, for what follows the stop leaves no trace."""
+    if stopper == "eos":
+        output = both(cycle_model_eos, max_tokens=50)
+        assert output.stop_reason is None
+        assert both(cycle_model_eos, max_tokens=50, ignore_eos=True).finish_reason == "length"
+    else:
+        output = both(cycle_model, max_tokens=50, stop_token_ids=[6])
+        assert output.stop_reason == 6
+    assert output.token_ids == [3, 4, 5, 6]
+    assert output.text == "def"
+    assert output.finish_reason == "stop"
+    assert output.spec_decode_metrics.num_steps == 2
+    assert output.spec_decode_metrics.num_draft_tokens == 5
+    assert output.spec_decode_metrics.num_accepted_draft_tokens == 3
+
+
+def test_a_further_eos_of_a_list_is_its_stop_reason(tmp_path):
+    """Of EOS ids [9, 6] the second ends the request with stop_reason 6."""
+    model = write_successor_model(tmp_path, cycle_successor, letter_tokenizer(), eos=[9, 6])
+    output = both(model, max_tokens=50)
+    assert (output.token_ids, output.stop_reason) == ([3, 4, 5, 6], 6)
+    assert both(model, max_tokens=12, ignore_eos=True).finish_reason == "length"
+
+
+def test_a_stop_string_inside_accepted_drafts(cycle_model):
+    """Text ends before the match, token ids with the token that completes it, logprobs with the tokens."""
+    output = both(cycle_model, max_tokens=50, stop=["fg"], logprobs=1)
+    assert (output.text, output.token_ids, output.stop_reason) == ("de", [3, 4, 5, 6], "fg")
+    assert len(output.logprobs) == 4
+    output = both(cycle_model, max_tokens=50, stop=["fg"], include_stop_str_in_output=True)
+    assert output.text == "defg"
+
+
+def test_a_stop_string_over_two_steps(cycle_model):
+    """With "d" from the first step and "ef" from the second no text is left."""
+    output = both(cycle_model, max_tokens=50, stop="def")
+    assert (output.text, output.token_ids) == ("", [3, 4, 5])
+
+
+def test_a_stop_string_in_the_prompt_does_not_stop(cycle_model):
+    """Only output is searched: "abc" stands in the prompt and ends the output where it comes again."""
+    output = both(cycle_model, max_tokens=50, stop=["abc"])
+    assert output.text == "defghij"
+
+
+@pytest.mark.parametrize("max_tokens, tokens, drafted", [(1, [3], 0), (2, [3, 4], 0), (3, [3, 4, 5], 1)])
+def test_drafts_leave_room_for_the_steps_own_token(cycle_model, max_tokens, tokens, drafted):
+    """A draft is no longer than what may still be emitted, less the one that a step gives for free."""
+    output = both(cycle_model, max_tokens=max_tokens)
+    assert (output.token_ids, output.finish_reason) == (tokens, "length")
+    assert output.spec_decode_metrics.num_draft_tokens == drafted
+
+
+def test_logprobs_of_accepted_drafts_are_the_models(cycle_model):
+    """Each of 12 entries has the chosen token at -0.008067 and the next best at -5.008067."""
+    output = both(cycle_model, max_tokens=12, logprobs=2)
+    assert len(output.logprobs) == 12
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert next(iter(entry)) == token
+        chosen, second = list(entry.values())[:2]
+        assert chosen.logprob == pytest.approx(-0.008067, abs=1e-5)
+        assert second.logprob == pytest.approx(-5.008067, abs=1e-5)
+        assert (chosen.rank, second.rank) == (1, 2)
+        assert chosen.decoded_token == chr(97 + token)
+
+
+def test_preemption_in_mid_run(cycle_model):
+    """Two requests in a pool for one and a half: one is preempted, both answer as if alone, all blocks come back."""
+    other = [4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6]
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    with make_llm(cycle_model, SPECULATION, block_size=4, num_gpu_blocks_override=10) as llm:
+        outputs = llm.generate([CYCLE_PROMPT, other], params, use_tqdm=False)
+        metrics = {m.name: m for m in llm.get_metrics()}
+    assert [o.outputs[0].token_ids for o in outputs] == [
+        [3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4],
+        [7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8],
+    ]
+    assert metrics["vllm:num_preemptions"].value >= 1
+    assert metrics["vllm:kv_cache_usage_perc"].value == 0.0
+
+
+@pytest.fixture(scope="module")
+def pepper_model(tmp_path_factory):
+    return write_successor_model(tmp_path_factory.mktemp("pepper"), pepper_successor, byte_tokenizer())
+
+
+def test_no_half_character_is_shown(pepper_model):
+    """Steps of 1, 6 and 1 bytes of a four-byte character give two whole characters."""
+    output = both(pepper_model, list(PEPPER * 3), max_tokens=8)
+    assert bytes(output.token_ids) == PEPPER * 2
+    assert output.text == PEPPER.decode() * 2
+    assert output.spec_decode_metrics.per_step_accepted == [0, 5, 1] or output.spec_decode_metrics.num_steps == 3
+
+
+def test_an_incomplete_character_at_the_end_is_dropped(pepper_model):
+    """7 of 8 bytes are one character and no replacement character."""
+    assert both(pepper_model, list(PEPPER * 3), max_tokens=7).text == PEPPER.decode()
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory):
+    return write_random_llama(tmp_path_factory.mktemp("random"))
+
+
+REPEATED_PROMPTS = [[7] * 48, torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(1)).tolist() * 2]
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("lookup", [(1, 1), (2, 4), (8, 8)])
+@pytest.mark.parametrize("k", [1, 5, 16])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_repeated_prompts_on_a_random_llama(random_model, block_size, lookup, k, temperature):
+    """64 tokens after a prompt that repeats itself are equal with speculation on and off, greedy and sampled."""
+    params = SamplingParams(temperature=temperature, max_tokens=64, seed=5, ignore_eos=True)
+    speculation = {"num_speculative_tokens": k, "prompt_lookup_min": lookup[0], "prompt_lookup_max": lookup[1]}
+    on = generate(random_model, REPEATED_PROMPTS, params, {"method": "ngram", **speculation}, block_size=block_size)
+    off = generate(random_model, REPEATED_PROMPTS, params, None, block_size=block_size)
+    assert [seen(output) for output in on] == [seen(output) for output in off]
+
+
+def test_a_model_that_repeats_one_token_needs_three_steps(tmp_path):
+    """Always 5 after [5] * 16: 8 tokens in 3 steps instead of 8."""
+    model = write_successor_model(tmp_path, lambda _: 5, letter_tokenizer())
+    output = both(model, [5] * 16, max_tokens=8)
+    assert output.token_ids == [5] * 8
+    assert output.spec_decode_metrics.num_steps == 3
+
+
+class FailingModel:
+    """A registered model class that computes the cycle, and fails on what a test names."""
+
+    def __init__(self, config, *, dtype, device):
+        self.config = config
+
+    def load_weights(self, weights):
+        list(weights)
+
+    def forward(self, input_ids, positions, attention):
+        if (input_ids == 31).any():
+            raise ArithmeticError("token 31 is too much")
+        return input_ids[:, None].float()
+
+    def compute_logits(self, hidden):
+        logits = torch.zeros(len(hidden), 32)
+        for row, token in zip(logits, hidden[:, 0].int().tolist(), strict=True):
+            row[cycle_successor(token)] = math.nan if token == 20 else 10.0
+        return logits
+
+
+@pytest.fixture(scope="module")
+def failing_model(cycle_model, tmp_path_factory):
+    register_model("FailingForCausalLM", FailingModel)
+    directory = tmp_path_factory.mktemp("failing")
+    for file in cycle_model.iterdir():
+        text = file.read_bytes().replace(b"LlamaForCausalLM", b"FailingForCausalLM")
+        (directory / file.name).write_bytes(text)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "bad, message, kept", [([18, 19], "not finite", [20]), ([29], "token 31 is too much", [30, 31])]
+)
+@pytest.mark.parametrize("speculation", [None, SPECULATION])
+def test_a_failure_ends_its_request_only(failing_model, bad, message, kept, speculation):
+    """NaN logits and a model that raises end one request with finish_reason "error"; the engine stays usable."""
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    with make_llm(failing_model, speculation) as llm:
+        good, failed = llm.generate([CYCLE_PROMPT, bad], params, use_tqdm=False)
+        assert good.outputs[0].token_ids == [3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4]
+        assert failed.outputs[0].finish_reason == "error"
+        assert message in failed.outputs[0].stop_reason
+        assert failed.outputs[0].token_ids == kept
+        again = llm.generate([CYCLE_PROMPT], params, use_tqdm=False)
+        assert again[0].outputs[0].token_ids == good.outputs[0].token_ids
