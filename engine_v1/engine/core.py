@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine_v1.attention.torch_attention import TorchPagedAttention
 from engine_v1.config import EngineConfig
 from engine_v1.core.kv_cache_manager import KVCacheManager
 from engine_v1.core.scheduler import Scheduler
@@ -16,7 +15,6 @@ from engine_v1.platforms import get_platform
 from engine_v1.request import Request, RequestStatus
 from engine_v1.spec_decode.ngram_proposer import NgramProposer
 from engine_v1.spec_decode.proposer import Proposer
-from engine_v1.worker.backend import TorchBackend
 from engine_v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = logging.getLogger(__name__)
@@ -105,15 +103,6 @@ def build_engine_core(config: EngineConfig, model_directory: Path, decoder_confi
     num_blocks = _num_blocks(
         config, bytes_per_block, platform.kv_cache_memory_bytes(config.cache.gpu_memory_utilization)
     )
-    attention = TorchPagedAttention(
-        num_layers=decoder_config.num_hidden_layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=decoder_config.num_key_value_heads,
-        head_dim=decoder_config.head_dim,
-        dtype=loaded.dtype,
-        device=platform.device,
-    )
     token_table = TokenTable(scheduler_config.max_num_seqs, scheduler_config.max_model_len)
     kv_cache = KVCacheManager(
         num_blocks=num_blocks, block_size=block_size, enable_caching=config.cache.enable_prefix_caching
@@ -134,7 +123,7 @@ def build_engine_core(config: EngineConfig, model_directory: Path, decoder_confi
             prompt_lookup_max=speculative.prompt_lookup_max,
             prompt_lookup_tie=speculative.prompt_lookup_tie,
         )
-    backend = TorchBackend(loaded.model, attention, platform.device)
+    backend = platform.make_backend(loaded, config, num_blocks=num_blocks)
     runner = GPUModelRunner(backend, token_table, block_size=block_size)
     return EngineCore(scheduler, runner, proposer)
 

@@ -4,10 +4,17 @@ import functools
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 
 import numba
+import numpy as np
+import numpy.typing as npt
+from numba import prange, types
 from numba.np.ufunc import parallel as numba_parallel
+
+from engine_v1.kernels.intrinsics import call_entry
+from engine_v1.kernels.jit import jit, warmup
 
 WORKQUEUE_WARNING = (
     "numba's `workqueue` threading layer is in use: parallel kernels run about 3x slower than with OpenMP. "
@@ -94,3 +101,24 @@ class ParallelEntry:
 
 num_threads_cached = functools.cache(num_threads)
 parallel_entry = ParallelEntry()
+
+
+@jit(parallel=True)
+def _run(threads, entry, arguments):  # type: ignore[no-untyped-def]
+    for thread in prange(threads):
+        call_entry(entry, np.int64(thread), threads, arguments)
+
+
+def warm_up(*, progress: Callable[[str], None] | None = None) -> None:
+    """Compile what :func:`run_parallel` needs."""
+    warmup(_run, [(types.int64, types.int64, types.int64)], progress=progress)
+
+
+def run_parallel(entry: int, threads: int, arguments: npt.NDArray[np.int64]) -> None:
+    """Call the native function void(thread, threads, address of arguments) once for each thread number.
+
+    Raises:
+        RuntimeError: the process was forked after kernels had run.
+    """
+    with parallel_entry:
+        _run(threads, entry, arguments.ctypes.data)

@@ -4,6 +4,10 @@ from typing import Protocol
 
 import torch
 
+from engine_v1.config import EngineConfig
+from engine_v1.models.loader import LoadedModel
+from engine_v1.worker.backend import Backend
+
 
 class Platform(Protocol):
     """A kind of device."""
@@ -12,6 +16,11 @@ class Platform(Protocol):
 
     def kv_cache_memory_bytes(self, gpu_memory_utilization: float) -> int:
         """Return how much memory the KV cache may take by default, once the weights are loaded."""
+        ...
+
+    def make_backend(self, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int) -> Backend:
+        """Return the fastest backend for this model, with a KV cache of that many blocks."""
+        ...
 
 
 def get_platform(device: str) -> Platform:

@@ -1,10 +1,16 @@
-"""CPUs: how much memory the KV cache may take."""
+"""CPUs: which backend computes a model, and how much memory the KV cache may take."""
 
 import os
 from pathlib import Path
 
 import torch
 
+from engine_v1.config import EngineConfig
+from engine_v1.models.llama import LlamaForCausalLM
+from engine_v1.models.loader import LoadedModel
+from engine_v1.worker.backend import Backend, TorchBackend
+
+BACKEND_SWITCH = "ENGINE_V1_CPU_BACKEND"  # "kernels" or "torch"; unset: kernels wherever they can compute the model
 _DEFAULT_KV_CACHE_BYTES = 4 << 30  # vLLM's default on CPU; pages are committed as they are used
 
 
@@ -16,6 +22,36 @@ class CpuPlatform:
     def kv_cache_memory_bytes(self, gpu_memory_utilization: float) -> int:  # noqa: ARG002 it is a GPU's
         """Return 4 GiB, or half of the available memory where that is less."""
         return min(_DEFAULT_KV_CACHE_BYTES, available_memory_bytes() // 2)
+
+    def make_backend(self, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int) -> Backend:
+        """Return the Numba kernels for the Llama family in bfloat16 or float32, torch for anything else.
+
+        Raises:
+            ValueError: the environment asks for kernels where there are none, or for something else.
+        """
+        wanted = os.environ.get(BACKEND_SWITCH, "")
+        if wanted not in ("", "kernels", "torch"):
+            raise ValueError(f"{BACKEND_SWITCH}={wanted!r} must be 'kernels' or 'torch'; unset it for the default")
+        can_use_kernels = isinstance(loaded.model, LlamaForCausalLM) and loaded.dtype != torch.float16
+        if wanted == "kernels" and not can_use_kernels:
+            raise ValueError(
+                f"{BACKEND_SWITCH}='kernels' but there are none for {type(loaded.model).__name__} in {loaded.dtype}; "
+                "unset it to compute through torch"
+            )
+        if wanted == "torch" or not isinstance(loaded.model, LlamaForCausalLM) or not can_use_kernels:
+            return TorchBackend.create(loaded, config, num_blocks=num_blocks, device=self.device)
+        from engine_v1.kernels.decoder import CpuDecoder
+        from engine_v1.worker.cpu_backend import CpuBackend
+
+        return CpuBackend(
+            CpuDecoder(
+                loaded.model,
+                num_blocks=num_blocks,
+                block_size=config.cache.block_size,
+                max_num_tokens=config.scheduler.max_num_batched_tokens,
+                max_model_len=config.scheduler.max_model_len,
+            )
+        )
 
 
 def available_memory_bytes() -> int:

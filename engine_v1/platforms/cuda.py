@@ -1,6 +1,10 @@
-"""CUDA devices: how much memory the KV cache may take."""
+"""CUDA devices: torch computes, and what memory is left holds the KV cache."""
 
 import torch
+
+from engine_v1.config import EngineConfig
+from engine_v1.models.loader import LoadedModel
+from engine_v1.worker.backend import Backend, TorchBackend
 
 
 class CudaPlatform:
@@ -17,3 +21,7 @@ class CudaPlatform:
         """Return what is left of ``gpu_memory_utilization`` of the device after what is in use on it."""
         free, total = torch.cuda.mem_get_info(self.device)
         return max(0, int(total * gpu_memory_utilization) - (total - free))
+
+    def make_backend(self, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int) -> Backend:
+        """Return the torch backend."""
+        return TorchBackend.create(loaded, config, num_blocks=num_blocks, device=self.device)

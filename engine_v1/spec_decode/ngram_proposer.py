@@ -179,7 +179,7 @@ class NgramProposer:
         self._lookup(len(eligible))
         for request in eligible:
             row = request.row
-            request._spec_token_ids = self._drafts[row, : self._counts[row]].tolist()
+            request._spec_token_ids = self._drafts[row].tolist()[: self._counts[row]]
 
     def _lookup(self, num_requests: int) -> None:
         propose_kernel(

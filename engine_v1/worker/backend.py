@@ -1,6 +1,6 @@
 """What computes the rows of a step: the seam between the runner's layout and a device's arithmetic."""
 
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +8,9 @@ import torch
 
 from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.attention.torch_attention import TorchPagedAttention
+from engine_v1.config import EngineConfig
 from engine_v1.core.scheduler_output import TokenLogprobs
+from engine_v1.models.loader import LoadedModel
 from engine_v1.models.registry import CausalLM
 from engine_v1.sample.logprobs import token_logprobs
 from engine_v1.sample.sampler import Sampler, SamplingRows
@@ -64,6 +66,21 @@ class TorchBackend:
         self.sampler = Sampler()
         self._hidden = torch.empty(0)
         self._logits = torch.empty(0)
+
+    @classmethod
+    def create(cls, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int, device: torch.device) -> Self:
+        """Put a KV cache beside a loaded model."""
+        shape = loaded.model.config
+        attention = TorchPagedAttention(
+            num_layers=shape.num_hidden_layers,
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            num_kv_heads=shape.num_key_value_heads,
+            head_dim=shape.head_dim,
+            dtype=loaded.dtype,
+            device=device,
+        )
+        return cls(loaded.model, attention, device)
 
     @torch.inference_mode()
     def forward(

@@ -6,15 +6,37 @@ import pytest
 
 from engine_v1 import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpecDecodeMetrics
 
-REQUEST_OUTPUT_FIELDS = (
-    "request_id prompt prompt_token_ids prompt_logprobs prompt_token_id_logprobs outputs finished metrics lora_request "
-    "encoder_prompt encoder_prompt_token_ids num_cached_tokens num_cache_creation_tokens kv_transfer_params "
-    "ec_transfer_params"
-).split()
-COMPLETION_OUTPUT_FIELDS = (
-    "index text token_ids cumulative_logprob logprobs routed_experts finish_reason stop_reason lora_request "
-    "sampling_mask spec_decode_metrics weight_versions"
-).split()
+REQUEST_OUTPUT_FIELDS = [
+    "request_id",
+    "prompt",
+    "prompt_token_ids",
+    "prompt_logprobs",
+    "prompt_token_id_logprobs",
+    "outputs",
+    "finished",
+    "metrics",
+    "lora_request",
+    "encoder_prompt",
+    "encoder_prompt_token_ids",
+    "num_cached_tokens",
+    "num_cache_creation_tokens",
+    "kv_transfer_params",
+    "ec_transfer_params",
+]
+COMPLETION_OUTPUT_FIELDS = [
+    "index",
+    "text",
+    "token_ids",
+    "cumulative_logprob",
+    "logprobs",
+    "routed_experts",
+    "finish_reason",
+    "stop_reason",
+    "lora_request",
+    "sampling_mask",
+    "spec_decode_metrics",
+    "weight_versions",
+]
 
 
 def make_completion(**changes):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from dataclasses import fields
 
 import pytest
@@ -86,9 +87,8 @@ def test_defaults_are_those_of_vllm():
 )
 def test_bad_values_raise(given, message):
     """A value out of bounds raises with the value and the bound."""
-    with pytest.raises(ValueError, match=".*") as failure:
+    with pytest.raises(ValueError, match=re.escape(message)):
         SamplingParams(**given)
-    assert message in str(failure.value)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_greedy_accepts_min_p():
 
 
 def test_one_stop_string_is_a_list_of_one():
-    """stop is a list after construction, whichever way it was given."""
+    """A stop is a list after construction, whichever way it was given."""
     assert SamplingParams(stop="ab").stop == ["ab"]
     assert SamplingParams(stop=["ab", "c"]).stop_strings == ["ab", "c"]
 

@@ -11,13 +11,16 @@ import pytest
 
 from engine_v1 import LLM, SamplingParams
 from engine_v1.engine import core
+from engine_v1.kernels import decoder
 
 QUESTIONS = [
     "Copy this list and add one item: red apple, green pear, yellow banana, red apple, green pear, yellow banana.",
     "Repeat the sentence three times: The quick brown fox jumps over the lazy dog near the river bank.",
     "Fix the typo and return the whole function:\ndef add(a, b):\n    # adds a and b\n    retrun a + b\n",
     "Where was Marie born? Quote the text. Text: Marie was born in Warsaw in 1867. Marie moved to Paris in 1891.",
+    "Explain step by step how to make a cup of tea, and then repeat the steps as a list.",
 ]
+ENDS_AT_EOS = [True, False, False, False, True]  # the others go on to MAX_TOKENS
 MAX_TOKENS = 72  # past several blocks
 
 
@@ -66,12 +69,11 @@ def pairwise_cover(cases, times):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_loaded_model(demo_model_path):
-    """Load the demo model once for all engines of this file."""
-    load = functools.cache(core.load_model)
+    """Load and pack the demo model once for all engines of this file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "load_model", load)
+        patch.setattr(core, "load_model", functools.cache(core.load_model))
+        patch.setattr(decoder, "PackedWeights", functools.cache(decoder.PackedWeights))
         yield
-    load.cache_clear()
 
 
 def answer(case, speculative_config):
@@ -85,11 +87,11 @@ def answer(case, speculative_config):
         max_num_batched_tokens=case.budget,
         block_size=size,
         enable_prefix_caching=case.cache != "off",
-        # The requests grow to about 150 tokens each, 600 in all.
+        # The requests grow to about 130 tokens each, 600 in all.
         num_gpu_blocks_override=(336 if case.preempt else 4096) // size,
         speculative_config=speculative_config,
     ) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=False)
+        params = [SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=not ends) for ends in ENDS_AT_EOS]
         messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
         for _ in range(2 if case.cache == "warm" else 1):
             outputs = llm.chat(messages, params, use_tqdm=False)
@@ -124,10 +126,11 @@ def check(case):
             "prompt_lookup_max": n_max,
         },
     )
-    assert seen == expected
     # What moves rows about changes no token either. Cached tokens are the one thing that the cache changes.
     reference, _ = plain_answer(2048, "off", 16, False)
-    assert [one[:4] for one in seen] == [one[:4] for one in reference]
+    assert [one[:4] for one in seen] == [one[:4] for one in expected] == [one[:4] for one in reference]
+    if not (case.preempt and case.cache == "warm"):  # what a full pool still holds of earlier requests depends on time
+        assert [one[4] for one in seen] == [one[4] for one in expected]
     if case.preempt:
         assert plain_metrics["vllm:num_preemptions"].value > 0
         assert metrics["vllm:num_preemptions"].value > 0

@@ -1,0 +1,1 @@
+"""One engine: requests in, steps, outputs out."""

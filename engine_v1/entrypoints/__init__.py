@@ -1,0 +1,1 @@
+"""How users reach the engine: the LLM class and the command line."""

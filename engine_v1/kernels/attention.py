@@ -1,0 +1,380 @@
+"""Paged attention for ragged rows: rotary embedding with the write to the cache, attention over the cache, merging.
+
+Keys are processed in *groups* of 16 at absolute positions, laid out for :func:`tile`:
+
+* keys of a group: [head_dim / 2, 16 keys, 2] in bf16, [head_dim, 16] in float32;
+* values of a group: [8 pairs of keys, head_dim, 2] in bf16, [16, head_dim] in float32.
+
+With a block size that is a multiple of 16 the cache itself has this layout; with any other it holds plain rows, from
+which groups are assembled. Sixteen groups make a *span* of 256 keys. Softmax and weighted sum of a span start from
+nothing, and spans are merged in ascending order, so that nothing depends on block size, chunks or threads. Keys that a
+row may not see weigh exactly zero; as zero times infinity is NaN, values are stored finite. NaN in a row still reaches
+that row's result through its own key and query.
+"""
+
+import numpy as np
+
+from engine_v1.kernels.elementwise import LOG2_E, copy_finite, merge_span, rms_norm, softmax_span  # noqa: F401
+from engine_v1.kernels.intrinsics import LANES, TILE_COLUMNS, address, copy_values, copy_word, load, splat, store
+from engine_v1.kernels.jit import jit, kernel_part
+from engine_v1.kernels.linear import _block_rows
+from engine_v1.kernels.schedule import claim, finish
+from engine_v1.kernels.tiles import tile
+
+GROUP = 16
+SPAN = 256
+GROUPS = SPAN // GROUP
+# Rows times heads of one key-value head that share each key tile in prompts.
+QUERY_ROWS = 48
+
+# Columns of the table of attention units, one unit being rows of one request times a range of spans.
+UNIT_ROW, UNIT_ROWS, UNIT_POSITION, UNIT_REQUEST, UNIT_FIRST_SPAN, UNIT_LAST_SPAN, UNIT_PART = range(7)
+UNIT_COLUMNS = 7
+# A tile writes 32 scores, also where only 16 are wanted.
+SCORES_STRIDE = SPAN + GROUP
+
+
+@kernel_part
+def count_pairs(cache):  # type: ignore[no-untyped-def]
+    """Elements per k step: 2 in bf16, 1 in float32."""
+    return 4 // cache.itemsize
+
+
+@kernel_part
+def _group_at(m, layer, block, head, group):  # type: ignore[no-untyped-def]
+    """Where a group starts in a cache whose block size is a multiple of 16."""
+    return (((layer * m.num_blocks + block) * m.kv_heads + head) * (m.block_size // GROUP) + group) * GROUP * m.head_pad
+
+
+@kernel_part
+def _row_at(m, layer, slot, head):  # type: ignore[no-untyped-def]
+    """Where a key or value row starts in a cache with any other block size."""
+    return ((layer * m.num_blocks * m.block_size + slot) * m.kv_heads + head) * m.head_pad
+
+
+@kernel_part
+def put_key(row, row_at, size, out, at, lane):  # type: ignore[no-untyped-def]
+    """Write a key row into place `lane` of the group at `at`."""
+    pair = count_pairs(out)
+    for step in range(size // pair):
+        copy_word(row, row_at + step * pair, out, at + (step * GROUP + lane) * pair)
+
+
+@kernel_part
+def put_value(row, row_at, size, out, at, lane):  # type: ignore[no-untyped-def]
+    """Write a value row into place `lane` of the group at `at`."""
+    pair = count_pairs(out)
+    first = at + lane // pair * size * pair
+    for d in range(0, size, LANES):
+        copy_values(row, row_at + d, out, first + d * pair, lane % pair)
+
+
+@kernel_part
+def _rotate(x, at, rope, rope_at, half):  # type: ignore[no-untyped-def]
+    """Rotate pairs (i, i + half) of a head by the position's angles."""
+    if half % LANES == 0:
+        for i in range(0, half, LANES):
+            c, s = load(rope, rope_at + i), load(rope, rope_at + half + i)
+            a, b = load(x, at + i), load(x, at + half + i)
+            store(x, at + i, a * c - b * s)
+            store(x, at + half + i, b * c + a * s)
+        return
+    for i in range(half):
+        c, s = rope[rope_at + i], rope[rope_at + half + i]
+        a, b = x[at + i], x[at + half + i]
+        x[at + i] = a * c - b * s
+        x[at + half + i] = b * c + a * s
+
+
+@kernel_part
+def rope_and_cache(ctx, phase, m, layer, bias_at, q_norm_at, k_norm_at, floats, rope, positions, slots, qkv, q, keys, values):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Finish each row's projections: bias, norm of queries and keys, rotary embedding; write keys and values."""
+    heads = m.heads + 2 * m.kv_heads
+    pad = m.head_pad
+    row_scratch = ctx.row_at
+    done = 0
+    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
+    while task >= 0:
+        rope_at = np.int64(positions[task]) * 2 * m.rope_half
+        for head in range(heads):
+            at = (task * heads + head) * pad
+            if bias_at >= 0:
+                for i in range(0, pad, LANES):
+                    store(qkv, at + i, load(qkv, at + i) + load(floats, bias_at + head * pad + i))
+            if head < m.heads + m.kv_heads:
+                norm_at = q_norm_at if head < m.heads else k_norm_at
+                if norm_at >= 0:
+                    rms_norm(qkv, at, floats, norm_at, m.head_size, pad, ctx.eps, qkv, at)
+                _rotate(qkv, at, rope, rope_at, m.rope_half)
+            if head < m.heads:
+                for i in range(0, pad, LANES):
+                    store(q, (task * m.heads + head) * pad + i, load(qkv, at + i))
+            else:
+                is_key = head < m.heads + m.kv_heads
+                kv_head = (head - m.heads) % m.kv_heads
+                if is_key:
+                    for i in range(0, pad, LANES):
+                        store(ctx.act, row_scratch + i, load(qkv, at + i))
+                else:
+                    copy_finite(qkv, at, pad, ctx.act, row_scratch)
+                _write_row(ctx, m, layer, slots[task], kv_head, is_key, row_scratch, keys, values)
+        done += 1
+        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
+    finish(ctx.sync, ctx.threads, phase, done, m.rows)
+
+
+@kernel_part
+def _write_row(ctx, m, layer, slot, kv_head, is_key, row_at, keys, values):  # type: ignore[no-untyped-def]
+    if m.block_size % GROUP == 0:
+        offset = slot % m.block_size
+        at = _group_at(m, layer, slot // m.block_size, kv_head, offset // GROUP)
+        if is_key:
+            put_key(ctx.act, row_at, m.head_pad, keys, at, offset % GROUP)
+        else:
+            put_value(ctx.act, row_at, m.head_pad, values, at, offset % GROUP)
+        return
+    out = keys if is_key else values
+    at = _row_at(m, layer, slot, kv_head)
+    for i in range(m.head_pad):
+        out[at + i] = ctx.act[row_at + i]
+
+
+@kernel_part
+def _find_groups(ctx, m, layer, request, visible, kv_head, span, first, last, more, block_tables, keys, values):  # type: ignore[no-untyped-def]
+    """Fill the thread's table with addresses of groups [first, last) of a span: 16 of keys, 16 per 32 value columns.
+
+    What is worth fetching ahead, the next span's keys if there is `more` of the unit, goes behind these.
+    """
+    for group in range(first, last):
+        position = span * SPAN + group * GROUP
+        if m.block_size % GROUP == 0:
+            block = np.int64(block_tables[request, position // m.block_size])
+            at = _group_at(m, layer, block, kv_head, position % m.block_size // GROUP)
+            key_address = address(keys, at)
+            value_address = address(values, at)
+            next_address = key_address
+            if more and position + SPAN < visible:
+                block = np.int64(block_tables[request, (position + SPAN) // m.block_size])
+                offset = (position + SPAN) % m.block_size
+                next_address = address(keys, _group_at(m, layer, block, kv_head, offset // GROUP))
+        else:
+            key_at = ctx.groups_at + group * GROUP * m.head_pad
+            value_at = key_at + SPAN * m.head_pad
+            # Places past the last visible key keep what an earlier group left there: finite, and weighed with zero.
+            for lane in range(min(GROUP, visible - position)):
+                block = np.int64(block_tables[request, (position + lane) // m.block_size])
+                at = _row_at(m, layer, block * m.block_size + (position + lane) % m.block_size, kv_head)
+                put_key(keys, at, m.head_pad, ctx.act, key_at, lane)
+                put_value(values, at, m.head_pad, ctx.act, value_at, lane)
+            key_address = address(ctx.act, key_at)
+            value_address = address(ctx.act, value_at)
+            next_address = key_address
+        ctx.table[ctx.next_at + group] = next_address
+        ctx.table[ctx.table_at + group] = key_address
+        for part in range(m.head_pad // TILE_COLUMNS):
+            ctx.table[ctx.table_at + (part + 1) * GROUPS + group] = value_address + part * TILE_COLUMNS * 4
+
+
+@kernel_part(forceinline=True)
+def _oldest(position, window):  # type: ignore[no-untyped-def]
+    """First key that the row at `position` sees."""
+    return max(0, position - window + 1) if window > 0 else 0
+
+
+@kernel_part(forceinline=True)
+def _head_row(m, first_row, kv_head, line):  # type: ignore[no-untyped-def]
+    """Index among all (row, head): lines of a unit count the heads of a group first. 3 heads: line 4 is row 1, head 1."""
+    return (first_row + line // m.group_heads) * m.heads + kv_head * m.group_heads + line % m.group_heads
+
+
+@kernel_part
+def attend(ctx, phase, m, layer, window, units, seq_lens, block_tables, q, keys, values, parts, out):  # type: ignore[no-untyped-def]
+    """Attend over the cache: a task is one unit and one key-value head.
+
+    A unit whose UNIT_PART is negative covers all spans of its rows and writes their result; any other leaves a part per
+    line and span in `parts` for :func:`merge_parts`.
+    """
+    total = m.units * m.kv_heads
+    done = 0
+    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+    while task >= 0:
+        unit = units[task // m.kv_heads]
+        kv_head = task % m.kv_heads
+        position = np.int64(unit[UNIT_POSITION])
+        request = np.int64(unit[UNIT_REQUEST])
+        lines = np.int64(unit[UNIT_ROWS]) * m.group_heads
+        for line in range(lines):
+            at = _head_row(m, unit[UNIT_ROW], kv_head, line) * m.head_pad
+            for i in range(0, m.head_pad, LANES):
+                store(ctx.act, ctx.query_at + line * m.head_pad + i, load(q, at + i))
+                store(ctx.scratch, ctx.acc_at + line * m.head_pad + i, splat(0.0))
+            ctx.scratch[ctx.stats_at + 2 * line] = -np.inf
+            ctx.scratch[ctx.stats_at + 2 * line + 1] = 0.0
+        oldest = _oldest(position, window)
+        last = position + np.int64(unit[UNIT_ROWS]) - 1
+        part = np.int64(unit[UNIT_PART])
+        if part >= 0:
+            part += kv_head * lines * (last // SPAN + 1)
+        for span in range(max(np.int64(unit[UNIT_FIRST_SPAN]), oldest // SPAN), np.int64(unit[UNIT_LAST_SPAN])):
+            _find_groups(
+                ctx, m, layer, request, np.int64(seq_lens[request]), kv_head, span,
+                max(0, oldest - span * SPAN) // GROUP, min(GROUPS, (last - span * SPAN) // GROUP + 1),
+                span + 1 < np.int64(unit[UNIT_LAST_SPAN]), block_tables, keys, values,
+            )  # fmt: skip
+            _attend_span(ctx, m, window, span, position, lines, part, last // SPAN + 1, q, parts)
+        if part < 0:
+            for line in range(lines):
+                at = _head_row(m, unit[UNIT_ROW], kv_head, line) * m.head_pad
+                _finish_line(ctx, m, line, out, at)
+        done += 1
+        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+    finish(ctx.sync, ctx.threads, phase, done, total)
+
+
+@kernel_part
+def _attend_span(ctx, m, window, span, position, lines, part, spans, q, parts):  # type: ignore[no-untyped-def]
+    """Scores, softmax and weighted sum of one span for all lines, at most twelve at a time."""
+    pair = count_pairs(q)
+    start = span * SPAN
+    block = _block_rows(lines)
+    for line in range(0, lines, block):
+        count = min(block, lines - line)
+        oldest = _oldest(position + line // m.group_heads, window)
+        last = position + (line + count - 1) // m.group_heads
+        low = max(0, oldest - start) // GROUP
+        high = min(GROUPS, (last - start) // GROUP + 1)
+        if high <= low:
+            continue
+        for group in range(low, high, 2):
+            here = ctx.table_at + group
+            second = ctx.table[here + 1] - ctx.table[here] if group + 1 < high else 0
+            tile(
+                ctx.tile, count, address(ctx.act, ctx.query_at + line * m.head_pad), m.head_pad * q.itemsize,
+                address(ctx.table, here), 1, m.head_pad // pair, GROUP * 4, second,
+                address(ctx.table, here + GROUPS), ctx.table[here + GROUPS + 1] - ctx.table[here + GROUPS] if second else 0,
+                address(ctx.scratch, ctx.scores_at + group * GROUP), SCORES_STRIDE * 4,
+            )  # fmt: skip
+        for i in range(count):
+            row = position + (line + i) // m.group_heads
+            top, total = softmax_span(
+                ctx.scratch, ctx.scores_at + i * SCORES_STRIDE, ctx.act, ctx.weights_at + i * SPAN, low * GROUP,
+                high * GROUP, _oldest(row, window) - start, row + 1 - start, m.score_factor,
+            )  # fmt: skip
+            ctx.scratch[ctx.sums_at + i * (m.head_pad + LANES) + m.head_pad] = top
+            ctx.scratch[ctx.sums_at + i * (m.head_pad + LANES) + m.head_pad + 1] = total
+        for columns in range(m.head_pad // TILE_COLUMNS):
+            tile(
+                ctx.tile, count, address(ctx.act, ctx.weights_at + low * GROUP), SPAN * q.itemsize,
+                address(ctx.table, ctx.table_at + (columns + 1) * GROUPS + low), high - low, GROUP // pair,
+                m.head_pad * 4, LANES * 4, address(ctx.table, ctx.next_at + low), LANES * 4, address(ctx.scratch, ctx.sums_at + columns * TILE_COLUMNS),
+                (m.head_pad + LANES) * 4,
+            )  # fmt: skip
+        for i in range(count):
+            row = position + (line + i) // m.group_heads
+            if row < start or _oldest(row, window) >= start + SPAN:
+                continue
+            sums = ctx.sums_at + i * (m.head_pad + LANES)
+            if part < 0:
+                _merge_line(ctx, m, line + i, ctx.scratch, sums)
+            else:
+                at = (part + (line + i) * spans + span) * (m.head_pad + LANES)
+                for j in range(0, m.head_pad + LANES, LANES):
+                    store(parts, at + j, load(ctx.scratch, sums + j))
+
+
+@kernel_part(forceinline=True)
+def _merge_line(ctx, m, line, part, at):  # type: ignore[no-untyped-def]
+    merge_span(
+        ctx.scratch, ctx.acc_at + line * m.head_pad, ctx.stats_at + 2 * line, part, at, part[at + m.head_pad],
+        part[at + m.head_pad + 1], m.head_pad, m.score_factor,
+    )  # fmt: skip
+
+
+@kernel_part
+def _finish_line(ctx, m, line, out, at):  # type: ignore[no-untyped-def]
+    total = splat(ctx.scratch[ctx.stats_at + 2 * line + 1])
+    for i in range(0, m.head_pad, LANES):
+        store(out, at + i, load(ctx.scratch, ctx.acc_at + line * m.head_pad + i) / total)
+
+
+@kernel_part
+def merge_parts(ctx, phase, m, window, merges, parts, out):  # type: ignore[no-untyped-def]
+    """Merge what several threads computed of the same lines, spans ascending."""
+    total = m.merges * m.kv_heads
+    done = 0
+    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+    while task >= 0:
+        block = merges[task // m.kv_heads]
+        kv_head = task % m.kv_heads
+        position = np.int64(block[UNIT_POSITION])
+        lines = np.int64(block[UNIT_ROWS]) * m.group_heads
+        spans = (position + np.int64(block[UNIT_ROWS]) - 1) // SPAN + 1
+        for line in range(lines):
+            for i in range(0, m.head_pad, LANES):
+                store(ctx.scratch, ctx.acc_at + i, splat(0.0))
+            ctx.scratch[ctx.stats_at] = -np.inf
+            ctx.scratch[ctx.stats_at + 1] = 0.0
+            row = position + line // m.group_heads
+            for span in range(_oldest(row, window) // SPAN, row // SPAN + 1):
+                at = block[UNIT_PART] + (kv_head * lines + line) * spans + span
+                _merge_line(ctx, m, 0, parts, at * (m.head_pad + LANES))
+            _finish_line(ctx, m, 0, out, _head_row(m, block[UNIT_ROW], kv_head, line) * m.head_pad)
+        done += 1
+        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+    finish(ctx.sync, ctx.threads, phase, done, total)
+
+
+@jit
+def plan_units(query_start, seq_lens, block_rows, kv_heads, group_heads, threads, max_parts, units, merges):  # type: ignore[no-untyped-def]
+    """Cut a step's rows into attention units; return (number of units, number of merges).
+
+    A block of up to `block_rows` rows of one request is one unit, unless it is small and its context long: then it
+    becomes several units of some spans each, so that all threads work on it, and one merge. Results do not depend on it.
+
+    Args:
+        query_start: int32[num_reqs + 1].
+        seq_lens: int32[num_reqs].
+        block_rows: rows per unit.
+        kv_heads: key-value heads, each a task.
+        group_heads: query heads per key-value head.
+        threads: number of threads.
+        max_parts: lines times spans that the buffer of parts holds.
+        units: int32[max_units, 7], written.
+        merges: int32[max_rows, 7], written.
+    """
+    work = 0
+    for i in range(seq_lens.shape[0]):
+        rows = query_start[i + 1] - query_start[i]
+        work += (rows + block_rows - 1) // block_rows * ((seq_lens[i] - 1) // SPAN + 1)
+    # About eight tasks per thread, at least one span each.
+    piece = max(1, work * kv_heads // (8 * threads))
+    num_units = 0
+    num_merges = 0
+    parts = 0
+    for i in range(seq_lens.shape[0]):
+        rows = np.int64(query_start[i + 1] - query_start[i])
+        for first in range(0, rows, block_rows):
+            count = min(block_rows, rows - first)
+            position = seq_lens[i] - rows + first
+            spans = (position + count - 1) // SPAN + 1
+            needed = count * group_heads * kv_heads * spans
+            split = spans > piece and parts + needed <= max_parts and num_units + spans < units.shape[0] - rows
+            step = piece if split else spans
+            if split:
+                merges[num_merges, UNIT_ROW] = query_start[i] + first
+                merges[num_merges, UNIT_ROWS] = count
+                merges[num_merges, UNIT_POSITION] = position
+                merges[num_merges, UNIT_PART] = parts
+                num_merges += 1
+            for span in range(0, spans, step):
+                units[num_units, UNIT_ROW] = query_start[i] + first
+                units[num_units, UNIT_ROWS] = count
+                units[num_units, UNIT_POSITION] = position
+                units[num_units, UNIT_REQUEST] = i
+                units[num_units, UNIT_FIRST_SPAN] = span
+                units[num_units, UNIT_LAST_SPAN] = min(spans, span + step)
+                units[num_units, UNIT_PART] = parts if split else -1
+                num_units += 1
+            if split:
+                parts += needed
+    return num_units, num_merges

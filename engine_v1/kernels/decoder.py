@@ -1,0 +1,402 @@
+"""A Llama-family decoder on the CPU: packed weights, paged cache and buffers around the kernels of a whole step."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import types
+
+from engine_v1.attention.metadata import AttentionMetadata
+from engine_v1.kernels import attention, forward, linear, parallel, schedule
+from engine_v1.kernels.jit import warmup
+from engine_v1.kernels.linear import padded
+from engine_v1.kernels.parallel import num_threads_cached, parallel_entry, run_parallel
+from engine_v1.kernels.tiles import tile_address
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+# Parts of split attention that are kept at once: (row, head, span). Beyond, blocks of rows are not split.
+_MAX_PARTS_BYTES = 32 << 20
+
+Array = npt.NDArray[Any]
+
+
+class DecoderModel(Protocol):
+    """What is read of :class:`engine_v1.models.llama.LlamaForCausalLM`."""
+
+    config: Any
+    dtype: torch.dtype
+    layers: list[Any]
+    embed: torch.Tensor
+    norm: torch.Tensor
+    lm_head: torch.Tensor
+    scale: float
+    inv_freq: torch.Tensor
+    rope_scaling: float
+
+
+class CpuDecoder:
+    """Computes hidden states, logits and arg-max tokens of ragged rows; owns the packed weights and the KV cache.
+
+    Rounding points, the same for every row: weights, cached keys and values, and what enters a matrix product are in
+    the model's dtype; the residual stream, projections before their rotation, softmax and every sum are float32.
+    Results of a row depend on its own tokens alone, bit for bit: not on the other rows, on how a prompt is cut into
+    chunks, on block size or threads.
+
+    One step at a time: `logits` and `greedy` read the rows that the last `forward` left.
+
+    Args:
+        model: a loaded Llama-family model in bfloat16 or float32. Its matrices are copied, its embedding is shared.
+        num_blocks: KV blocks, block 0 included.
+        block_size: tokens per block; multiples of 16 are fastest.
+        max_num_tokens: rows that a step may have.
+        max_model_len: positions that a row may have.
+        max_logit_rows: rows whose logits are asked for at once.
+        free_weights: replace the model's packed tensors with empty ones, which halves memory.
+        progress: called with a line of text when kernels have to be compiled.
+
+    Raises:
+        ValueError: a dtype the kernels do not know.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_tokens: int,
+        max_model_len: int | None = None,
+        max_logit_rows: int | None = None,
+        free_weights: bool = False,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        if model.dtype not in KERNEL_DTYPES:
+            raise ValueError(
+                f"the CPU kernels compute in bfloat16 or float32, not {model.dtype}; set dtype to one of these"
+            )
+        config = model.config
+        self.vocab_size: int = config.vocab_size
+        self.block_size = block_size
+        self.max_num_tokens = max_num_tokens
+        self.max_model_len: int = max_model_len or config.max_position_embeddings
+        self.max_logit_rows = max_logit_rows or max_num_tokens
+        self._threads = num_threads_cached()
+        self._act = np.dtype(np.uint16 if model.dtype == torch.bfloat16 else np.float32)
+        tile, self._forward, self._vocabulary_entry = warm_up(self._act, progress=progress)
+        self._weights = PackedWeights(model, self._act, free_weights=free_weights)
+        self._rope = _rope_table(model, self.max_model_len)
+        self._group_heads: int = config.num_attention_heads // config.num_key_value_heads
+        self._block_rows = max(1, attention.QUERY_ROWS // self._group_heads)
+        self._sizes = self._fill_sizes(model, num_blocks, tile)
+        self._scalars = np.array([config.rms_norm_eps, model.scale * attention.LOG2_E], np.float32)
+        self._allocate(model, num_blocks)
+
+    def _fill_sizes(self, model: DecoderModel, num_blocks: int, tile: int) -> Array:
+        config = model.config
+        head_pad = padded(config.head_dim)
+        max_lines = self._block_rows * self._group_heads
+        scratch, act, table = forward.scratch_sizes(head_pad, max_lines, self.max_logit_rows)
+        values = {
+            "layers": len(model.layers),
+            "hidden_size": config.hidden_size,
+            "hidden_pad": padded(config.hidden_size),
+            "inter_pad": padded(config.intermediate_size),
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "group_heads": self._group_heads,
+            "head_size": config.head_dim,
+            "head_pad": head_pad,
+            "rope_half": len(model.inv_freq),
+            "num_blocks": num_blocks,
+            "block_size": self.block_size,
+            "final_norm_at": self._weights.final_norm_at,
+            "scratch_size": padded(scratch, 16),
+            "act_size": padded(act, 32),
+            "table_size": padded(table, 8),
+            "max_lines": max_lines,
+            "tile": tile,
+        }
+        return np.array([values.get(name, 0) for name in forward.SIZE_FIELDS], np.int64)
+
+    def _allocate(self, model: DecoderModel, num_blocks: int) -> None:
+        size = dict(zip(forward.SIZE_FIELDS, self._sizes.tolist(), strict=True))
+        rows, threads, act = self.max_num_tokens, self._threads, self._act
+        heads_pad, kv_pad = size["heads"] * size["head_pad"], size["kv_heads"] * size["head_pad"]
+        cache = len(model.layers) * num_blocks * self.block_size * kv_pad
+        # Values start as zeros and stay finite: a masked weight of 0 is multiplied with whatever a free slot holds.
+        self._keys, self._values = np.zeros(cache, act), np.zeros(cache, act)
+        self._sync = np.zeros(
+            schedule.sync_size(len(model.layers) * forward.PHASES_PER_LAYER + 2, threads), np.int64
+        )
+        self._residual = np.zeros(rows * size["hidden_pad"], np.float32)
+        self._normed = np.zeros(rows * size["hidden_pad"], act)
+        self._qkv = np.zeros(rows * (heads_pad + 2 * kv_pad), np.float32)
+        self._q, self._attended = np.zeros(rows * heads_pad, act), np.zeros(rows * heads_pad, act)
+        self._mlp = np.zeros(rows * size["inter_pad"], act)
+        self._max_parts = _MAX_PARTS_BYTES // (4 * (size["head_pad"] + 16))
+        self._parts = np.zeros(self._max_parts * (size["head_pad"] + 16), np.float32)
+        self._scratch = np.zeros(threads * size["scratch_size"], np.float32)
+        self._operands = np.zeros(threads * size["act_size"], act)
+        self._table = np.zeros(threads * size["table_size"], np.int64)
+        self._units = np.zeros((2 * rows + 64 * threads, attention.UNIT_COLUMNS), np.int32)
+        self._merges = np.zeros((rows, attention.UNIT_COLUMNS), np.int32)
+        self._hidden = np.zeros((rows, size["hidden_pad"]), act)
+        self._logit_rows = np.zeros((self.max_logit_rows, size["hidden_pad"]), act)
+        self._logits = np.zeros(0, np.float32)
+        tiles = -(-self.vocab_size // (linear.TILE_COLUMNS * linear.ARGMAX_TILES))
+        self._best = np.zeros(tiles * self.max_logit_rows, np.float32)
+        self._best_id = np.zeros(tiles * self.max_logit_rows, np.int32)
+
+        self._addresses = np.zeros(forward.NUM_ADDRESSES, np.int64)
+        for place, array in (
+            (forward.SIZES, self._sizes),
+            (forward.SCALARS, self._scalars),
+            (forward.SYNC, self._sync),
+            (forward.LAYERS, self._weights.layers),
+            (forward.WEIGHTS, self._weights.packed),
+            (forward.FLOATS, self._weights.floats),
+            (forward.EMBED, self._weights.embed),
+            (forward.ROPE, self._rope),
+            (forward.UNITS, self._units),
+            (forward.MERGES, self._merges),
+            (forward.KEYS, self._keys),
+            (forward.VALUES, self._values),
+            (forward.RESIDUAL, self._residual),
+            (forward.NORMED, self._normed),
+            (forward.QKV_ROWS, self._qkv),
+            (forward.Q_ROWS, self._q),
+            (forward.ATTENDED, self._attended),
+            (forward.MLP, self._mlp),
+            (forward.PARTS, self._parts),
+            (forward.SCRATCH, self._scratch),
+            (forward.OPERANDS, self._operands),
+            (forward.TABLE, self._table),
+            (forward.HIDDEN, self._hidden),
+        ):
+            self._addresses[place] = array.ctypes.data
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Size of the cache."""
+        return int(self._keys.nbytes + self._values.nbytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads, output projection included."""
+        return int(self._weights.packed.nbytes)
+
+    def forward(self, input_ids: Array, positions: Array, metadata: AttentionMetadata) -> Array:
+        """Compute a step's hidden states, writing each row's keys and values to the cache first.
+
+        Args:
+            input_ids: int[num_tokens].
+            positions: int[num_tokens].
+            metadata: the rows' layout.
+
+        Returns:
+            act[num_tokens, hidden_pad], normed and padded with zeros; valid until the next call.
+
+        Raises:
+            ValueError: more rows or positions than there is room for.
+            RuntimeError: the process was forked after kernels had run.
+
+        Cost: one parallel region for all layers.
+        """
+        rows = len(input_ids)
+        if rows > self.max_num_tokens:
+            raise ValueError(f"{rows} rows exceed max_num_tokens={self.max_num_tokens}")
+        query_start = _array(metadata.query_start_loc, np.int32)
+        seq_lens = _array(metadata.seq_lens, np.int32)
+        if seq_lens.size and int(seq_lens.max()) > self.max_model_len:
+            raise ValueError(f"{int(seq_lens.max())} tokens exceed max_model_len={self.max_model_len}")
+        sizes = self._sizes
+        sizes[0] = rows
+        sizes[1], sizes[2] = attention.plan_units(
+            query_start, seq_lens, self._block_rows, int(sizes[8]), self._group_heads, self._threads,
+            self._max_parts, self._units, self._merges,
+        )  # fmt: skip
+        step = {
+            forward.IDS: _array(input_ids, np.int32),
+            forward.POSITIONS: _array(positions, np.int32),
+            forward.SLOTS: _array(metadata.slot_mapping, np.int64),
+            forward.SEQ_LENS: seq_lens,
+            forward.BLOCK_TABLES: _array(metadata.block_tables, np.int32),
+        }
+        for place, array in step.items():
+            self._addresses[place] = array.ctypes.data
+        self._addresses[forward.BLOCK_TABLE_COLUMNS] = metadata.block_tables.shape[1]
+        self._sync.fill(0)
+        run_parallel(self._forward, self._threads, self._addresses)
+        return self._hidden[:rows]
+
+    def logits(self, rows: Array) -> npt.NDArray[np.float32]:
+        """Return float32[num_rows, vocab_size] for rows of the last step, never rounded to less.
+
+        Args:
+            rows: int[num_rows], indices into the step's rows.
+
+        The result is a view that the next call overwrites.
+        """
+        width = padded(self.vocab_size)
+        if len(rows) * width > self._logits.size:
+            self._logits = np.zeros(len(rows) * width, np.float32)
+        self._vocabulary(rows, greedy=False)
+        return self._logits[: len(rows) * width].reshape(len(rows), width)[:, : self.vocab_size]
+
+    def greedy(self, rows: Array) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Return each row's most likely token, the lowest id on ties, and its logit; NaN where any logit is NaN."""
+        count = self._vocabulary(rows, greedy=True)
+        ids, values = np.empty(len(rows), np.int32), np.empty(len(rows), np.float32)
+        forward.pick_best(self._best, self._best_id, count, len(rows), ids, values)
+        return ids, values
+
+    def _vocabulary(self, rows: Array, *, greedy: bool) -> int:
+        if len(rows) > self.max_logit_rows:
+            raise ValueError(f"{len(rows)} rows exceed max_logit_rows={self.max_logit_rows}")
+        np.take(self._hidden, rows, axis=0, out=self._logit_rows[: len(rows)], mode="clip")
+        a = self._addresses.copy()
+        a[forward.VOCAB_X] = self._logit_rows.ctypes.data
+        a[forward.VOCAB_ROWS] = len(rows)
+        a[forward.VOCAB_AT] = self._weights.lm_head_at
+        a[forward.VOCAB_SIZE] = self.vocab_size
+        a[forward.VOCAB_GREEDY] = greedy
+        a[forward.VOCAB_LOGITS] = self._logits.ctypes.data
+        a[forward.VOCAB_BEST] = self._best.ctypes.data
+        a[forward.VOCAB_BEST_ID] = self._best_id.ctypes.data
+        self._sync[: schedule.sync_size(1, self._threads)] = 0
+        run_parallel(self._vocabulary_entry, self._threads, a)
+        return -(-self.vocab_size // (linear.TILE_COLUMNS * linear.ARGMAX_TILES))
+
+
+class PackedWeights:
+    """A model's weights as the kernels read them: one array per dtype, and where in it each layer's parts start."""
+
+    def __init__(self, model: DecoderModel, act: np.dtype[Any], *, free_weights: bool) -> None:
+        self._act = act
+        config = model.config
+        head_pad = padded(config.head_dim)
+        heads = config.num_attention_heads
+        all_heads = heads + 2 * config.num_key_value_heads
+        # Heads are padded to whole tiles: row h * head_dim + d of the checkpoint is output h * head_pad + d here.
+        head_rows = np.concatenate([h * head_pad + np.arange(config.head_dim) for h in range(all_heads)])
+        self._q_columns = head_rows[: heads * config.head_dim]
+        self._head_rows = head_rows
+        hidden, inter = config.hidden_size, config.intermediate_size
+        shapes = [
+            (all_heads * head_pad, hidden), (hidden, heads * head_pad), (2 * padded(inter), hidden), (hidden, padded(inter)),
+        ]  # fmt: skip
+        layer_size = sum(linear.packed_size(n, k, act) for n, k in shapes)
+        head_size = linear.packed_size(config.vocab_size, hidden, act)
+        # Zeros come from the operating system as large pages where it has them, which streaming needs.
+        self.packed = np.zeros(len(model.layers) * layer_size + head_size, act)
+        self.layers = np.full((len(model.layers), forward.LAYER_COLUMNS), -1, np.int64)
+        self._floats: list[Array] = []
+        self._num_floats = 0
+        at = 0
+        for row, layer in zip(self.layers, model.layers, strict=True):
+            row[forward.WINDOW] = layer.sliding_window or 0
+            at = self._pack_layer(config, row, layer, at)
+            self._pack_vectors(config, row, layer)
+            if free_weights:
+                for name in ("qkv_weight", "o_weight", "gate_up_weight", "down_weight"):
+                    getattr(layer, name).data = torch.empty(0, dtype=model.dtype)
+        self.lm_head_at = at
+        self._pack(model.lm_head, at, head_size, np.arange(config.vocab_size), np.arange(hidden))
+        self.final_norm_at = self._add_floats(model.norm, np.arange(hidden), padded(hidden))
+        self.floats = np.concatenate(self._floats)
+        self.embed = _numpy(model.embed, act).reshape(-1)
+
+    def _pack_layer(self, config: Any, row: Array, layer: Any, at: int) -> int:
+        hidden, inter = config.hidden_size, config.intermediate_size
+        heads_pad = config.num_attention_heads * padded(config.head_dim)
+        every, mlp = np.arange(hidden), np.arange(inter)
+        qkv_outputs = padded(config.head_dim) * len(self._head_rows) // config.head_dim
+        gate, up = layer.gate_up_weight.split(inter)
+        row[forward.QKV] = at
+        at = self._pack(layer.qkv_weight, at, linear.packed_size(qkv_outputs, hidden, self._act), self._head_rows, every)
+        row[forward.O_PROJ] = at
+        at = self._pack(layer.o_weight, at, linear.packed_size(hidden, heads_pad, self._act), every, self._q_columns)
+        row[forward.GATE_UP] = at
+        size = linear.packed_size(2 * padded(inter), hidden, self._act)
+        self._pack(gate, at, size, mlp, every, step=2)
+        at = self._pack(up, at, size, mlp, every, step=2, first=1)
+        row[forward.DOWN] = at
+        return self._pack(layer.down_weight, at, linear.packed_size(hidden, padded(inter), self._act), every, mlp)
+
+    def _pack(
+        self, weight: torch.Tensor, at: int, size: int, rows: Array, columns: Array, *, step: int = 1, first: int = 0
+    ) -> int:
+        pair = 2 if self._act == np.uint16 else 1
+        inputs = padded(int(columns[-1]) + 1, pair)
+        if weight.shape[1] != inputs and size % (linear.TILE_COLUMNS * inputs):
+            inputs = padded(inputs)
+        out = self.packed[at : at + size].reshape(-1, inputs // pair, linear.TILE_COLUMNS, pair)
+        with parallel_entry:
+            linear.pack_into(_numpy(weight, self._act), out, first, step, rows.astype(np.int64), columns.astype(np.int64))
+        return at + size
+
+    def _pack_vectors(self, config: Any, row: Array, layer: Any) -> None:
+        hidden, head, inter = config.hidden_size, config.head_dim, config.intermediate_size
+        qkv_outputs = padded(head) * len(self._head_rows) // head
+        place = np.arange(inter) // linear.TILE_COLUMNS * 2 * linear.TILE_COLUMNS + np.arange(inter) % linear.TILE_COLUMNS
+        both = np.concatenate([place, place + linear.TILE_COLUMNS])
+        for column, tensor, index, size in (
+            (forward.INPUT_NORM, layer.input_norm, np.arange(hidden), padded(hidden)),
+            (forward.POST_NORM, layer.post_norm, np.arange(hidden), padded(hidden)),
+            (forward.QKV_BIAS, layer.qkv_bias, self._head_rows, qkv_outputs),
+            (forward.O_BIAS, layer.o_bias, np.arange(hidden), padded(hidden)),
+            (forward.GATE_UP_BIAS, layer.gate_up_bias, both, 2 * padded(inter)),
+            (forward.DOWN_BIAS, layer.down_bias, np.arange(hidden), padded(hidden)),
+            (forward.Q_NORM, layer.q_norm, np.arange(head), padded(head)),
+            (forward.K_NORM, layer.k_norm, np.arange(head), padded(head)),
+        ):
+            if tensor is not None:
+                row[column] = self._add_floats(tensor, index, size)
+
+    def _add_floats(self, tensor: torch.Tensor, index: Array, size: int) -> int:
+        values = np.zeros(size, np.float32)
+        values[index] = tensor.detach().float().numpy()
+        self._floats.append(values)
+        self._num_floats += size
+        return self._num_floats - size
+
+
+def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None) -> tuple[int, int, int]:
+    """Compile every kernel that a decoder calls, or load it from disk; none compiles afterwards.
+
+    Returns:
+        Addresses of the matrix tile, the step and the product with the vocabulary.
+    """
+    kind = types.uint16 if act == np.uint16 else types.float32
+    i32 = types.Array(types.int32, 1, "C")
+    table = types.Array(types.int32, 2, "C")
+    floats = types.Array(types.float32, 1, "C")
+    parallel.warm_up(progress=progress)
+    warmup(forward.pick_best, [(floats, i32, types.int64, types.int64, i32, floats)], progress=progress)
+    warmup(attention.plan_units, [(i32, i32, *([types.int64] * 5), table, table)], progress=progress)
+    warmup(linear.pack_into, linear.pack_signatures(kind), progress=progress)
+    return (
+        tile_address(act, progress=progress),
+        forward.forward_address(act, progress=progress),
+        forward.vocabulary_address(act, progress=progress),
+    )
+
+
+def _numpy(tensor: torch.Tensor, act: np.dtype[Any]) -> Array:
+    tensor = tensor.detach().contiguous()
+    return tensor.view(torch.int16).numpy().view(np.uint16) if act == np.uint16 else tensor.numpy()
+
+
+def _array(array: Array, dtype: type[Any]) -> Array:
+    """The array as the kernels' signatures want it; a copy only where it is not."""
+    return np.require(array, dtype, ["C", "A", "W"])
+
+
+def _rope_table(model: DecoderModel, positions: int) -> Array:
+    """float32[positions, 2, half], flat: cosines, then sines, computed as the torch model computes them."""
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * model.inv_freq.float()
+    both = torch.stack((angles.cos() * model.rope_scaling, angles.sin() * model.rope_scaling), dim=1)
+    table: Array = both.contiguous().numpy().reshape(-1)
+    return table

@@ -1,0 +1,1 @@
+"""Networks, and how a model's name becomes weights in memory."""

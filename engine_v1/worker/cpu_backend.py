@@ -1,0 +1,44 @@
+"""The CPU backend: row-invariant Numba kernels for everything between token ids and sampled tokens."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine_v1.attention.metadata import AttentionMetadata
+from engine_v1.core.scheduler_output import TokenLogprobs
+from engine_v1.kernels.decoder import CpuDecoder
+from engine_v1.sample.logprobs import token_logprobs
+from engine_v1.sample.sampler import Sampler, SamplingRows
+
+
+class CpuBackend:
+    """Computes through :class:`CpuDecoder`: a row's results are the same bits whatever else is in the step.
+
+    Args:
+        decoder: packed weights, KV cache and kernels.
+    """
+
+    def __init__(self, decoder: CpuDecoder) -> None:
+        self.decoder = decoder
+        self.sampler = Sampler()
+        self._logits = torch.empty(0)
+
+    def forward(
+        self, input_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], metadata: AttentionMetadata
+    ) -> None:
+        """See :class:`Backend`."""
+        self.decoder.forward(input_ids, positions, metadata)
+
+    def sample(
+        self, indices: npt.NDArray[np.int64], rows: SamplingRows, *, keep_logits: bool
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """See :class:`Backend`. Where every row is greedy and no log probabilities are wanted, no logits are stored."""
+        if not keep_logits and not rows.temperature.any():
+            token_ids, best = self.decoder.greedy(indices)
+            return token_ids.astype(np.int64), np.isfinite(best)
+        self._logits = torch.from_numpy(self.decoder.logits(indices))
+        return self.sampler.sample(self._logits, rows)
+
+    def logprobs(self, index: int, token_id: int, num_logprobs: int) -> TokenLogprobs:
+        """See :class:`Backend`."""
+        return token_logprobs(self._logits[index], token_id, num_logprobs)
