@@ -1,6 +1,10 @@
 """Fixtures that several parts share."""
 
 import pytest
+import torch
+
+# The tensors of most tests are tiny: a second thread of torch's costs more than it gives. Kernels keep all threads.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -185,7 +185,9 @@ class LLM:
         self.config = EngineConfig(model_config, cache_config, scheduler_config, speculative, disable_log_stats)
         self.tokenizer: Tokenizer | None = None
         if not check_bool("skip_tokenizer_init", skip_tokenizer_init):
-            self.tokenizer = Tokenizer(directory if tokenizer is None else resolve_model(tokenizer, revision=revision))
+            self.tokenizer = Tokenizer(
+                directory if tokenizer is None else resolve_model(tokenizer, tokenizer_only=True)
+            )
         self._chat_template = chat_template
         self._lock = threading.RLock()  # one admission, step or abort at a time
         self._core: EngineCore | None = build_engine_core(self.config, directory, decoder_config)

@@ -15,7 +15,7 @@ that row's result through its own key and query.
 import numpy as np
 
 from engine_v1.kernels.elementwise import LOG2_E, copy_finite, merge_span, rms_norm, softmax_span  # noqa: F401
-from engine_v1.kernels.intrinsics import LANES, TILE_COLUMNS, address, copy_values, copy_word, load, splat, store
+from engine_v1.kernels.intrinsics import LANES, WIDE_TILE_ROWS, address, copy_values, copy_word, load, splat, store
 from engine_v1.kernels.jit import jit, kernel_part
 from engine_v1.kernels.linear import _block_rows
 from engine_v1.kernels.schedule import claim, finish
@@ -30,8 +30,9 @@ QUERY_ROWS = 48
 # Columns of the table of attention units, one unit being rows of one request times a range of spans.
 UNIT_ROW, UNIT_ROWS, UNIT_POSITION, UNIT_REQUEST, UNIT_FIRST_SPAN, UNIT_LAST_SPAN, UNIT_PART = range(7)
 UNIT_COLUMNS = 7
-# A tile writes 32 scores, also where only 16 are wanted.
-SCORES_STRIDE = SPAN + GROUP
+# A tile computes up to 64 scores at once: four groups, of which the last ones may lie past the span.
+SCORES_STRIDE = SPAN + 3 * GROUP
+KEYS_AHEAD = GROUPS + 4  # places in a thread's table of addresses
 
 
 @kernel_part
@@ -93,8 +94,8 @@ def rope_and_cache(ctx, phase, m, layer, bias_at, q_norm_at, k_norm_at, floats, 
     pad = m.head_pad
     row_scratch = ctx.row_at
     done = 0
-    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
-    while task >= 0:
+    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
+    while count > 0:
         rope_at = np.int64(positions[task]) * 2 * m.rope_half
         for head in range(heads):
             at = (task * heads + head) * pad
@@ -119,7 +120,7 @@ def rope_and_cache(ctx, phase, m, layer, bias_at, q_norm_at, k_norm_at, floats, 
                     copy_finite(qkv, at, pad, ctx.act, row_scratch)
                 _write_row(ctx, m, layer, slots[task], kv_head, is_key, row_scratch, keys, values)
         done += 1
-        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
+        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
     finish(ctx.sync, ctx.threads, phase, done, m.rows)
 
 
@@ -141,10 +142,12 @@ def _write_row(ctx, m, layer, slot, kv_head, is_key, row_at, keys, values):  # t
 
 @kernel_part
 def _find_groups(ctx, m, layer, request, visible, kv_head, span, first, last, more, block_tables, keys, values):  # type: ignore[no-untyped-def]
-    """Fill the thread's table with addresses of groups [first, last) of a span: 16 of keys, 16 per 32 value columns.
+    """Fill the thread's table with the addresses of groups [first, last) of a span.
 
-    What is worth fetching ahead, the next span's keys if there is `more` of the unit, goes behind these.
+    Keys: [16], then what to fetch while scores are computed, the span's values. Values: [16, head_pad / 16], then what
+    to fetch while they are weighed: the next span's keys, if the unit has `more`. A group of either has one extent.
     """
+    columns = m.head_pad // LANES
     for group in range(first, last):
         position = span * SPAN + group * GROUP
         if m.block_size % GROUP == 0:
@@ -169,10 +172,15 @@ def _find_groups(ctx, m, layer, request, visible, kv_head, span, first, last, mo
             key_address = address(ctx.act, key_at)
             value_address = address(ctx.act, value_at)
             next_address = key_address
-        ctx.table[ctx.next_at + group] = next_address
         ctx.table[ctx.table_at + group] = key_address
-        for part in range(m.head_pad // TILE_COLUMNS):
-            ctx.table[ctx.table_at + (part + 1) * GROUPS + group] = value_address + part * TILE_COLUMNS * 4
+        ctx.table[ctx.table_at + KEYS_AHEAD + group] = value_address
+        line = ctx.table_at + 2 * KEYS_AHEAD + group * columns
+        for column in range(columns):
+            ctx.table[line + column] = value_address + column * LANES * 4
+            ctx.table[line + GROUPS * columns + column] = next_address + column * LANES * 4
+    for group in range(last, last + 3):  # a tile computes the scores of four groups, wanted or not
+        ctx.table[ctx.table_at + group] = ctx.table[ctx.table_at + last - 1]
+        ctx.table[ctx.table_at + KEYS_AHEAD + group] = ctx.table[ctx.table_at + last - 1]
 
 
 @kernel_part(forceinline=True)
@@ -196,8 +204,8 @@ def attend(ctx, phase, m, layer, window, units, seq_lens, block_tables, q, keys,
     """
     total = m.units * m.kv_heads
     done = 0
-    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
-    while task >= 0:
+    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
+    while count > 0:
         unit = units[task // m.kv_heads]
         kv_head = task % m.kv_heads
         position = np.int64(unit[UNIT_POSITION])
@@ -227,7 +235,7 @@ def attend(ctx, phase, m, layer, window, units, seq_lens, block_tables, q, keys,
                 at = _head_row(m, unit[UNIT_ROW], kv_head, line) * m.head_pad
                 _finish_line(ctx, m, line, out, at)
         done += 1
-        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
     finish(ctx.sync, ctx.threads, phase, done, total)
 
 
@@ -245,13 +253,11 @@ def _attend_span(ctx, m, window, span, position, lines, part, spans, q, parts): 
         high = min(GROUPS, (last - start) // GROUP + 1)
         if high <= low:
             continue
-        for group in range(low, high, 2):
-            here = ctx.table_at + group
-            second = ctx.table[here + 1] - ctx.table[here] if group + 1 < high else 0
+        vectors = 4 if count <= WIDE_TILE_ROWS else 2
+        for group in range(low, high, vectors):
             tile(
-                ctx.tile, count, address(ctx.act, ctx.query_at + line * m.head_pad), m.head_pad * q.itemsize,
-                address(ctx.table, here), 1, m.head_pad // pair, GROUP * 4, second,
-                address(ctx.table, here + GROUPS), ctx.table[here + GROUPS + 1] - ctx.table[here + GROUPS] if second else 0,
+                ctx.tile, count, vectors, address(ctx.act, ctx.query_at + line * m.head_pad), m.head_pad * q.itemsize,
+                address(ctx.table, ctx.table_at + group), 0, KEYS_AHEAD * 8, 1, m.head_pad // pair, GROUP * 4,
                 address(ctx.scratch, ctx.scores_at + group * GROUP), SCORES_STRIDE * 4,
             )  # fmt: skip
         for i in range(count):
@@ -262,13 +268,18 @@ def _attend_span(ctx, m, window, span, position, lines, part, spans, q, parts): 
             )  # fmt: skip
             ctx.scratch[ctx.sums_at + i * (m.head_pad + LANES) + m.head_pad] = top
             ctx.scratch[ctx.sums_at + i * (m.head_pad + LANES) + m.head_pad + 1] = total
-        for columns in range(m.head_pad // TILE_COLUMNS):
+        columns = m.head_pad // LANES
+        values_at = ctx.table_at + 2 * KEYS_AHEAD
+        column = 0
+        while column < columns:
+            vectors = 4 if count <= WIDE_TILE_ROWS and columns - column >= 4 else 2
             tile(
-                ctx.tile, count, address(ctx.act, ctx.weights_at + low * GROUP), SPAN * q.itemsize,
-                address(ctx.table, ctx.table_at + (columns + 1) * GROUPS + low), high - low, GROUP // pair,
-                m.head_pad * 4, LANES * 4, address(ctx.table, ctx.next_at + low), LANES * 4, address(ctx.scratch, ctx.sums_at + columns * TILE_COLUMNS),
+                ctx.tile, count, vectors, address(ctx.act, ctx.weights_at + low * GROUP), SPAN * q.itemsize,
+                address(ctx.table, values_at + low * columns + column), columns * 8, GROUPS * columns * 8, high - low,
+                GROUP // pair, m.head_pad * 4, address(ctx.scratch, ctx.sums_at + column * LANES),
                 (m.head_pad + LANES) * 4,
             )  # fmt: skip
+            column += vectors
         for i in range(count):
             row = position + (line + i) // m.group_heads
             if row < start or _oldest(row, window) >= start + SPAN:
@@ -302,8 +313,8 @@ def merge_parts(ctx, phase, m, window, merges, parts, out):  # type: ignore[no-u
     """Merge what several threads computed of the same lines, spans ascending."""
     total = m.merges * m.kv_heads
     done = 0
-    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
-    while task >= 0:
+    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
+    while count > 0:
         block = merges[task // m.kv_heads]
         kv_head = task % m.kv_heads
         position = np.int64(block[UNIT_POSITION])
@@ -320,7 +331,7 @@ def merge_parts(ctx, phase, m, window, merges, parts, out):  # type: ignore[no-u
                 _merge_line(ctx, m, 0, parts, at * (m.head_pad + LANES))
             _finish_line(ctx, m, 0, out, _head_row(m, block[UNIT_ROW], kv_head, line) * m.head_pad)
         done += 1
-        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
     finish(ctx.sync, ctx.threads, phase, done, total)
 
 

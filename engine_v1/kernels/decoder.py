@@ -303,7 +303,7 @@ class PackedWeights:
                 for name in ("qkv_weight", "o_weight", "gate_up_weight", "down_weight"):
                     getattr(layer, name).data = torch.empty(0, dtype=model.dtype)
         self.lm_head_at = at
-        self._pack(model.lm_head, at, head_size, np.arange(config.vocab_size), np.arange(hidden))
+        self._pack(model.lm_head, at, config.vocab_size, hidden, np.arange(config.vocab_size), np.arange(hidden))
         self.final_norm_at = self._add_floats(model.norm, np.arange(hidden), padded(hidden))
         self.floats = np.concatenate(self._floats)
         self.embed = _numpy(model.embed, act).reshape(-1)
@@ -315,27 +315,34 @@ class PackedWeights:
         qkv_outputs = padded(config.head_dim) * len(self._head_rows) // config.head_dim
         gate, up = layer.gate_up_weight.split(inter)
         row[forward.QKV] = at
-        at = self._pack(layer.qkv_weight, at, linear.packed_size(qkv_outputs, hidden, self._act), self._head_rows, every)
+        at = self._pack(layer.qkv_weight, at, qkv_outputs, hidden, self._head_rows, every)
         row[forward.O_PROJ] = at
-        at = self._pack(layer.o_weight, at, linear.packed_size(hidden, heads_pad, self._act), every, self._q_columns)
+        at = self._pack(layer.o_weight, at, hidden, heads_pad, every, self._q_columns)
         row[forward.GATE_UP] = at
-        size = linear.packed_size(2 * padded(inter), hidden, self._act)
-        self._pack(gate, at, size, mlp, every, step=2)
-        at = self._pack(up, at, size, mlp, every, step=2, first=1)
+        self._pack(gate, at, 2 * padded(inter), hidden, mlp, every, step=2)
+        at = self._pack(up, at, 2 * padded(inter), hidden, mlp, every, step=2, first=1)
         row[forward.DOWN] = at
-        return self._pack(layer.down_weight, at, linear.packed_size(hidden, padded(inter), self._act), every, mlp)
+        return self._pack(layer.down_weight, at, hidden, padded(inter), every, mlp)
 
     def _pack(
-        self, weight: torch.Tensor, at: int, size: int, rows: Array, columns: Array, *, step: int = 1, first: int = 0
+        self,
+        weight: torch.Tensor,
+        at: int,
+        outputs: int,
+        inputs: int,
+        rows: Array,
+        columns: Array,
+        *,
+        step: int = 1,
+        first: int = 0,
     ) -> int:
+        """Pack a weight as [outputs, inputs] at `at`, its row i as output rows[i], its column j as input columns[j]."""
         pair = 2 if self._act == np.uint16 else 1
-        inputs = padded(int(columns[-1]) + 1, pair)
-        if weight.shape[1] != inputs and size % (linear.TILE_COLUMNS * inputs):
-            inputs = padded(inputs)
-        out = self.packed[at : at + size].reshape(-1, inputs // pair, linear.TILE_COLUMNS, pair)
+        end = at + linear.packed_size(outputs, inputs, self._act)
+        out = self.packed[at:end].reshape(-1, padded(inputs, pair) // pair, linear.TILE_COLUMNS, pair)
         with parallel_entry:
             linear.pack_into(_numpy(weight, self._act), out, first, step, rows.astype(np.int64), columns.astype(np.int64))
-        return at + size
+        return end
 
     def _pack_vectors(self, config: Any, row: Array, layer: Any) -> None:
         hidden, head, inter = config.hidden_size, config.head_dim, config.intermediate_size

@@ -53,7 +53,7 @@ Context = namedtuple(  # noqa: PYI024
     "Context",
     (
         "tile", "sync", "threads", "thread", "eps", "table", "table_at", "scratch", "scratch_at", "scores_at", "sums_at",
-        "acc_at", "stats_at", "next_at", "act", "row_at", "query_at", "weights_at", "groups_at",
+        "acc_at", "stats_at", "act", "row_at", "query_at", "weights_at", "groups_at",
     ),
 )  # fmt: skip
 
@@ -62,8 +62,8 @@ Context = namedtuple(  # noqa: PYI024
 def embed_rows(ctx, phase, m, ids, table, out):  # type: ignore[no-untyped-def]
     """out[i] = table[ids[i]], widened to float32."""
     done = 0
-    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
-    while task >= 0:
+    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
+    while count > 0:
         source = np.int64(ids[task]) * m.hidden_size
         full = m.hidden_size // LANES * LANES
         for i in range(0, full, LANES):
@@ -76,7 +76,7 @@ def embed_rows(ctx, phase, m, ids, table, out):  # type: ignore[no-untyped-def]
         for i in range(full, m.hidden_pad, LANES):
             store(out, task * m.hidden_pad + i, load(ctx.act, ctx.row_at + i - full))
         done += 1
-        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
+        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
     finish(ctx.sync, ctx.threads, phase, done, m.rows)
 
 
@@ -84,12 +84,12 @@ def embed_rows(ctx, phase, m, ids, table, out):  # type: ignore[no-untyped-def]
 def norm_rows(ctx, phase, m, x, floats, weight_at, out):  # type: ignore[no-untyped-def]
     """RMSNorm of every row of the residual stream."""
     done = 0
-    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
-    while task >= 0:
+    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
+    while count > 0:
         at = task * m.hidden_pad
         rms_norm(x, at, floats, weight_at, m.hidden_size, m.hidden_pad, ctx.eps, out, at)
         done += 1
-        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
+        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
     finish(ctx.sync, ctx.threads, phase, done, m.rows)
 
 
@@ -102,26 +102,25 @@ def make_context(thread, threads, a, m, act):  # type: ignore[no-untyped-def]
     eps = float_view(a[SCALARS], 1)[0]
     scratch_at = thread * m.scratch_size
     scores_at = scratch_at
-    sums_at = scores_at + 12 * (256 + 16)
+    sums_at = scores_at + 12 * (256 + 48)
     acc_at = sums_at + 12 * (m.head_pad + 16)
     stats_at = acc_at + m.max_lines * m.head_pad
-    next_at = thread * m.table_size + (m.head_pad // 32 + 1) * 16
     row_at = thread * m.act_size
     query_at = row_at + max(m.head_pad, 64)
     weights_at = query_at + m.max_lines * m.head_pad
     groups_at = weights_at + 12 * 256
     return Context(
         m.tile, sync, threads, thread, eps, table, thread * m.table_size, scratch, scratch_at, scores_at, sums_at, acc_at,
-        stats_at, next_at, act, row_at, query_at, weights_at, groups_at,
+        stats_at, act, row_at, query_at, weights_at, groups_at,
     )  # fmt: skip
 
 
 def scratch_sizes(head_pad: int, max_lines: int, max_logit_rows: int) -> tuple[int, int, int]:
     """Return a thread's extent in float scratch, operand scratch and address table, in elements."""
-    floats = 12 * (256 + 16) + 12 * (head_pad + 16) + max_lines * (head_pad + 2) + 64
-    floats = max(floats, 12 * 64 + max_logit_rows * 48)
+    floats = 12 * (256 + 48) + 12 * (head_pad + 16) + max_lines * (head_pad + 2) + 64
+    floats = max(floats, 12 * 64 + max_logit_rows * 48 + 64)
     act = max(head_pad, 64) + max_lines * head_pad + 12 * 256 + 2 * 256 * head_pad + 64
-    table = 16 * (head_pad // 32 + 2) + 16
+    table = 16 * 2 * (head_pad // 16) + 64
     return floats, act, table
 
 

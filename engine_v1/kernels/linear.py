@@ -10,6 +10,7 @@ from engine_v1.kernels.intrinsics import (
     LANES,
     MAX_TILE_ROWS,
     TILE_COLUMNS,
+    WIDE_TILE_ROWS,
     address,
     keep_range,
     lane_numbers,
@@ -74,6 +75,12 @@ def _block_rows(rows):  # type: ignore[no-untyped-def]
 
 
 @kernel_part(forceinline=True)
+def _grain(rows):  # type: ignore[no-untyped-def]
+    """Tiles per product: two where few rows leave registers for them."""
+    return 2 if rows <= WIDE_TILE_ROWS else 1
+
+
+@kernel_part(forceinline=True)
 def _row_share(rows, chunks, chunk):  # type: ignore[no-untyped-def]
     return chunk * rows // chunks, (chunk + 1) * rows // chunks
 
@@ -83,29 +90,46 @@ def _chunks(rows):  # type: ignore[no-untyped-def]
     return (rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
 
 
+@kernel_part(forceinline=True)
+def _point(ctx, at, tile_bytes):  # type: ignore[no-untyped-def]
+    """Let the thread's table name the four vectors of two neighbouring tiles, and what to fetch meanwhile."""
+    for half in range(2):
+        start = at + half * tile_bytes
+        ctx.table[ctx.table_at + 2 * half] = start
+        ctx.table[ctx.table_at + 2 * half + 1] = start + LANES * 4
+        ctx.table[ctx.table_at + 4 + 2 * half] = start + PREFETCH_BYTES
+        ctx.table[ctx.table_at + 5 + 2 * half] = start + PREFETCH_BYTES + LANES * 4
+
+
+@kernel_part(forceinline=True)
+def _product(ctx, rows, vectors, x, x_at, x_stride, steps, out, out_at, out_stride):  # type: ignore[no-untyped-def]
+    """Multiply `rows` rows with the tiles that the thread's table names."""
+    tile(
+        ctx.tile, rows, vectors, address(x, x_at), x_stride * x.itemsize, address(ctx.table, ctx.table_at), 0, 32, 1,
+        steps, TILE_COLUMNS * 4, address(out, out_at), out_stride * 4,
+    )  # fmt: skip
+
+
 @kernel_part
 def linear_store(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, out, out_stride):  # type: ignore[no-untyped-def]
     """out[m, n] = sum over k of x[m, k] * w[n, k], float32."""
     tile_bytes = steps * TILE_COLUMNS * 4
     chunks = _chunks(rows)
     total = tiles * chunks
+    grain = _grain(rows)
     done = 0
-    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
-    while task >= 0:
+    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, grain)
+    while count > 0:
         n = task // chunks
         m, last = _row_share(rows, chunks, task % chunks)
         size = _block_rows(last - m)
-        ctx.table[ctx.table_at] = address(w, w_at) + n * tile_bytes
-        ctx.table[ctx.table_at + 1] = ctx.table[ctx.table_at] + PREFETCH_BYTES
+        _point(ctx, address(w, w_at) + n * tile_bytes, tile_bytes)
         while m < last:
-            count = min(size, last - m)
-            tile(
-                ctx.tile, count, address(x, m * x_stride), x_stride * x.itemsize, address(ctx.table, ctx.table_at), 1, steps,
-                TILE_COLUMNS * 4, LANES * 4, address(ctx.table, ctx.table_at + 1), LANES * 4, address(out, m * out_stride + n * TILE_COLUMNS), out_stride * 4,
-            )  # fmt: skip
-            m += count
-        done += 1
-        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+            lines = min(size, last - m)
+            _product(ctx, lines, 2 * count, x, m * x_stride, x_stride, steps, out, m * out_stride + n * TILE_COLUMNS, out_stride)
+            m += lines
+        done += count
+        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, grain)
     finish(ctx.sync, ctx.threads, phase, done, total)
 
 
@@ -115,30 +139,28 @@ def linear_add(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, bias, bias_
     tile_bytes = steps * TILE_COLUMNS * 4
     chunks = _chunks(rows)
     total = tiles * chunks
+    grain = _grain(rows)
+    width = 2 * TILE_COLUMNS
     done = 0
-    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
-    while task >= 0:
+    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, grain)
+    while count > 0:
         n = task // chunks
         m, last = _row_share(rows, chunks, task % chunks)
         size = _block_rows(last - m)
-        ctx.table[ctx.table_at] = address(w, w_at) + n * tile_bytes
-        ctx.table[ctx.table_at + 1] = ctx.table[ctx.table_at] + PREFETCH_BYTES
+        _point(ctx, address(w, w_at) + n * tile_bytes, tile_bytes)
         while m < last:
-            count = min(size, last - m)
-            tile(
-                ctx.tile, count, address(x, m * x_stride), x_stride * x.itemsize, address(ctx.table, ctx.table_at), 1, steps,
-                TILE_COLUMNS * 4, LANES * 4, address(ctx.table, ctx.table_at + 1), LANES * 4, address(ctx.scratch, ctx.scratch_at), TILE_COLUMNS * 4,
-            )  # fmt: skip
-            for i in range(count):
-                for j in range(0, TILE_COLUMNS, LANES):
+            lines = min(size, last - m)
+            _product(ctx, lines, 2 * count, x, m * x_stride, x_stride, steps, ctx.scratch, ctx.scratch_at, width)
+            for i in range(lines):
+                for j in range(0, count * TILE_COLUMNS, LANES):
                     at = (m + i) * out_stride + n * TILE_COLUMNS + j
-                    v = load(ctx.scratch, ctx.scratch_at + i * TILE_COLUMNS + j)
+                    v = load(ctx.scratch, ctx.scratch_at + i * width + j)
                     if bias_at >= 0:
                         v = v + load(bias, bias_at + n * TILE_COLUMNS + j)
                     store(out, at, load(out, at) + v)
-            m += count
-        done += 1
-        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+            m += lines
+        done += count
+        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, grain)
     finish(ctx.sync, ctx.threads, phase, done, total)
 
 
@@ -150,22 +172,23 @@ def linear_silu_mul(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, bias, 
     total = tiles * chunks
     width = 2 * TILE_COLUMNS
     done = 0
-    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
-    while task >= 0:
+    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
+    while count > 0:
         n = task // chunks
         m, last = _row_share(rows, chunks, task % chunks)
         size = _block_rows(last - m)
+        start = address(w, w_at) + 2 * n * tile_bytes
         while m < last:
-            count = min(size, last - m)
-            for half in range(2):
-                ctx.table[ctx.table_at] = address(w, w_at) + (2 * n + half) * tile_bytes
-                ctx.table[ctx.table_at + 1] = ctx.table[ctx.table_at] + PREFETCH_BYTES
-                tile(
-                    ctx.tile, count, address(x, m * x_stride), x_stride * x.itemsize, address(ctx.table, ctx.table_at), 1,
-                    steps, TILE_COLUMNS * 4, LANES * 4, address(ctx.table, ctx.table_at + 1), LANES * 4,
-                    address(ctx.scratch, ctx.scratch_at + half * TILE_COLUMNS), width * 4,
-                )  # fmt: skip
-            for i in range(count):
+            lines = min(size, last - m)
+            _point(ctx, start, tile_bytes)
+            if lines <= WIDE_TILE_ROWS:
+                _product(ctx, lines, 4, x, m * x_stride, x_stride, steps, ctx.scratch, ctx.scratch_at, width)
+            else:
+                _product(ctx, lines, 2, x, m * x_stride, x_stride, steps, ctx.scratch, ctx.scratch_at, width)
+                _point(ctx, start + tile_bytes, 0)
+                at = ctx.scratch_at + TILE_COLUMNS
+                _product(ctx, lines, 2, x, m * x_stride, x_stride, steps, ctx.scratch, at, width)
+            for i in range(lines):
                 for j in range(0, TILE_COLUMNS, LANES):
                     at = ctx.scratch_at + i * width + j
                     gate = load(ctx.scratch, at)
@@ -174,9 +197,9 @@ def linear_silu_mul(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, bias, 
                         gate = gate + load(bias, bias_at + n * width + j)
                         up = up + load(bias, bias_at + n * width + TILE_COLUMNS + j)
                     store(out, (m + i) * out_stride + n * TILE_COLUMNS + j, silu(gate) * up)
-            m += count
+            m += lines
         done += 1
-        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
     finish(ctx.sync, ctx.threads, phase, done, total)
 
 
@@ -190,52 +213,47 @@ def linear_argmax(ctx, phase, x, x_stride, rows, w, w_at, size, steps, best, bes
     tile_bytes = steps * TILE_COLUMNS * 4
     tiles = (size + TILE_COLUMNS - 1) // TILE_COLUMNS
     total = (tiles + ARGMAX_TILES - 1) // ARGMAX_TILES
-    state = ctx.scratch_at + MAX_TILE_ROWS * TILE_COLUMNS  # per row: largest, index, NaN marks; sixteen lanes each
+    width = 2 * TILE_COLUMNS
+    state = ctx.scratch_at + MAX_TILE_ROWS * width  # per row: largest, index, NaN marks; sixteen lanes each
     block = _block_rows(rows)
+    grain = _grain(rows)
     done = 0
-    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
-    while task >= 0:
+    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
+    while count > 0:
         for m in range(rows):
             store(ctx.scratch, state + m * 3 * LANES, splat(-np.inf))
             store(ctx.scratch, state + (m * 3 + 1) * LANES, splat(2.0**24))
             store(ctx.scratch, state + (m * 3 + 2) * LANES, splat(0.0))
-        for n in range(task * ARGMAX_TILES, min(tiles, (task + 1) * ARGMAX_TILES)):
-            ctx.table[ctx.table_at] = address(w, w_at) + n * tile_bytes
-            ctx.table[ctx.table_at + 1] = ctx.table[ctx.table_at] + PREFETCH_BYTES
-            m = 0
-            while m < rows:
-                count = min(block, rows - m)
-                tile(
-                    ctx.tile, count, address(x, m * x_stride), x_stride * x.itemsize, address(ctx.table, ctx.table_at), 1,
-                    steps, TILE_COLUMNS * 4, LANES * 4, address(ctx.table, ctx.table_at + 1), LANES * 4, address(ctx.scratch, ctx.scratch_at), TILE_COLUMNS * 4,
-                )  # fmt: skip
-                for i in range(count):
-                    _update_best(ctx, state + (m + i) * 3 * LANES, ctx.scratch_at + i * TILE_COLUMNS, n, size)
-                m += count
+        end = min(tiles, (task + 1) * ARGMAX_TILES)
+        for n in range(task * ARGMAX_TILES, end, grain):
+            _point(ctx, address(w, w_at) + n * tile_bytes, tile_bytes)
+            for m in range(0, rows, block):
+                lines = min(block, rows - m)
+                columns = min(grain, end - n)
+                _product(ctx, lines, 2 * columns, x, m * x_stride, x_stride, steps, ctx.scratch, ctx.scratch_at, width)
+                for i in range(lines):
+                    for j in range(0, columns * TILE_COLUMNS, LANES):
+                        at = ctx.scratch_at + i * width + j
+                        _update_best(ctx, state + (m + i) * 3 * LANES, at, n * TILE_COLUMNS + j, size)
         for m in range(rows):
             _reduce_best(ctx, state + m * 3 * LANES, task * rows + m, best, best_id)
         done += 1
-        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
     finish(ctx.sync, ctx.threads, phase, done, total)
 
 
 @kernel_part(forceinline=True)
-def _update_best(ctx, state, values, n, size):  # type: ignore[no-untyped-def]
+def _update_best(ctx, state, values, first, size):  # type: ignore[no-untyped-def]
+    """Take sixteen outputs, of which `first` is the index of the first, into a row's state."""
+    v = load(ctx.scratch, values)
+    if first + LANES > size:
+        v = keep_range(v, first, 0, size, splat(-np.inf))
     largest = load(ctx.scratch, state)
-    index = load(ctx.scratch, state + LANES)
-    marks = load(ctx.scratch, state + 2 * LANES)
-    for j in range(0, TILE_COLUMNS, LANES):
-        v = load(ctx.scratch, values + j)
-        first = n * TILE_COLUMNS + j
-        if first + LANES > size:
-            v = keep_range(v, first, 0, size, splat(-np.inf))
-        # Vocabularies have fewer than 2**24 entries: float32 lanes hold their indices exactly.
-        index = where_greater(v, largest, lane_numbers() + splat(first), index)
-        largest = where_greater(v, largest, v, largest)
-        marks = where_nan(v, v, marks)
-    store(ctx.scratch, state, largest)
+    # Vocabularies have fewer than 2**24 entries: float32 lanes hold their indices exactly.
+    index = where_greater(v, largest, lane_numbers() + splat(first), load(ctx.scratch, state + LANES))
+    store(ctx.scratch, state, where_greater(v, largest, v, largest))
     store(ctx.scratch, state + LANES, index)
-    store(ctx.scratch, state + 2 * LANES, marks)
+    store(ctx.scratch, state + 2 * LANES, where_nan(v, v, load(ctx.scratch, state + 2 * LANES)))
 
 
 @kernel_part

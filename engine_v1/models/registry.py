@@ -80,11 +80,15 @@ def get_model_class(architectures: Sequence[str]) -> type[CausalLM]:
 
 
 def parse_config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Read a config.json the way the class of its architecture wants it read.
+    """Read a config.json the way the class of its architecture wants it read; as a Llama's if it does not say.
 
     Raises:
         ValueError: as :func:`get_model_class` and :meth:`DecoderConfig.from_hf`.
     """
-    own_reader = getattr(get_model_class(hf.get("architectures") or ()), "config_from_hf", None)
-    config: DecoderConfig = own_reader(hf) if own_reader else DecoderConfig.from_hf(hf)
-    return config
+    names = hf.get("architectures") or ()
+    own_reader = getattr(get_model_class(names), "config_from_hf", None)
+    if own_reader is not None:
+        config: DecoderConfig = own_reader(hf)
+        return config
+    is_known = any(name in LLAMA_ARCHITECTURES for name in names)
+    return DecoderConfig.from_hf(hf, architecture=None if is_known else "LlamaForCausalLM")

@@ -32,7 +32,8 @@ class CpuPlatform:
         wanted = os.environ.get(BACKEND_SWITCH, "")
         if wanted not in ("", "kernels", "torch"):
             raise ValueError(f"{BACKEND_SWITCH}={wanted!r} must be 'kernels' or 'torch'; unset it for the default")
-        can_use_kernels = isinstance(loaded.model, LlamaForCausalLM) and loaded.dtype != torch.float16
+        # A subclass may compute something else than the kernels do.
+        can_use_kernels = type(loaded.model) is LlamaForCausalLM and loaded.dtype != torch.float16
         if wanted == "kernels" and not can_use_kernels:
             raise ValueError(
                 f"{BACKEND_SWITCH}='kernels' but there are none for {type(loaded.model).__name__} in {loaded.dtype}; "
