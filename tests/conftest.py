@@ -1,5 +1,8 @@
 """Fixtures that several parts share."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,3 +19,15 @@ def demo_model_path():
         return resolve_model(DEMO_MODEL)
     except FileNotFoundError as error:
         pytest.skip(f"the demo model is not at hand: {error}")
+
+
+@pytest.fixture(scope="session")
+def spec_bench_questions():
+    """The first turns of 60 Spec-Bench prompts; skipped where $ENGINE_V1_SPEC_BENCH does not name the file."""
+    from engine_v1.entrypoints.bench_datasets import read_jsonl, spec_bench
+
+    path = os.environ.get("ENGINE_V1_SPEC_BENCH")
+    if not path:
+        pytest.skip("ENGINE_V1_SPEC_BENCH does not name Spec-Bench's question.jsonl")
+    prompts = spec_bench(read_jsonl(Path(path)), 60)
+    return [prompt.messages[0]["content"] for prompt in prompts]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_v1.entrypoints.arguments import DEFAULT_SPECULATIVE_CONFIG, json_object
 from engine_v1.entrypoints.bench_datasets import (
     DATASETS,
     BenchPrompt,
@@ -26,7 +27,7 @@ from engine_v1.entrypoints.bench_report import (
     format_table,
     report,
 )
-from engine_v1.entrypoints.cli import DEFAULT_MODEL, DEFAULT_SPECULATIVE_CONFIG
+from engine_v1.entrypoints.cli import DEFAULT_MODEL
 from engine_v1.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     load.add_argument("--input-len", type=int, default=256, help="random: tokens of a prompt")
     load.add_argument("--num-prefixes", type=int, default=5, help="prefix_repetition: different prefixes")
     load.add_argument("--prefix-len", type=int, default=150, help="prefix_repetition: words of a prefix, about")
-    load.add_argument("--sampling-params", type=_json_object, default={}, metavar="JSON", help="beyond greedy")
+    load.add_argument("--sampling-params", type=json_object, default={}, metavar="JSON", help="beyond greedy")
     engine = parser.add_argument_group("engine (prefix caching is off)")
     engine.add_argument("--model", default=DEFAULT_MODEL)
     engine.add_argument("--dtype", default="auto")
@@ -125,7 +126,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     engine.add_argument("--max-num-batched-tokens", type=int)
     engine.add_argument(
         "--speculative-config",
-        type=_json_object,
+        type=json_object,
         default=DEFAULT_SPECULATIVE_CONFIG,
         metavar="JSON",
         help=f"default {DEFAULT_SPECULATIVE_CONFIG}; null for none",
@@ -207,14 +208,3 @@ def _describe_load(args: argparse.Namespace) -> str:
         f"{args.model}, dtype {args.dtype}, {args.dataset}, {args.num_prompts} prompts, at most {args.max_tokens} "
         f"tokens each, {args.max_num_seqs} at a time, prefix caching off, median of {args.repeats} run(s)"
     )
-
-
-def _json_object(text: str) -> dict[str, Any] | None:
-    """Read an option's JSON object; null is None."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from None
-    if value is not None and not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'must be a JSON object such as {{"method": "ngram"}}, got {text}')
-    return value

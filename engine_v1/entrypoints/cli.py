@@ -1,7 +1,6 @@
 """The command line: engine-v1 generate, chat, demo and bench."""
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_v1 import __version__
+from engine_v1.entrypoints.arguments import DEFAULT_SPECULATIVE_CONFIG, json_object
 from engine_v1.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from engine_v1.outputs import RequestOutput
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-DEFAULT_SPECULATIVE_CONFIG = '{"method": "ngram"}'
 EXIT_INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
 
 _EXAMPLES = """\
@@ -116,7 +115,7 @@ def _add_engine_options(parser: argparse.ArgumentParser, *, demo: bool = False) 
     group.add_argument(
         "--speculative-config",
         "-sc",
-        type=_speculative_config,
+        type=json_object,
         default=DEFAULT_SPECULATIVE_CONFIG,
         metavar="JSON",
         help=f"how drafts are made, null for none ({DEFAULT_SPECULATIVE_CONFIG})",
@@ -157,16 +156,6 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, default=argparse.SUPPRESS, **how)
     group.add_argument("--sampling-seed", type=int, default=None, help="seed of this request")
     parser.set_defaults(sampling_options=[name.removeprefix("--").replace("-", "_") for name, _ in options])
-
-
-def _speculative_config(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {text!r} ({error})") from error
-    if value is not None and not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be an object such as {DEFAULT_SPECULATIVE_CONFIG}, or null: {text!r}")
-    return value
 
 
 def _load(args: argparse.Namespace) -> "LLM":

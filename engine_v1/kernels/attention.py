@@ -43,8 +43,8 @@ def count_pairs(cache):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def _group_at(m, layer, block, head, group):  # type: ignore[no-untyped-def]
-    """Where a group starts in a cache whose block size is a multiple of 16."""
-    return (((layer * m.num_blocks + block) * m.kv_heads + head) * (m.block_size // GROUP) + group) * GROUP * m.head_pad
+    """Where a group starts in a cache whose block size is a multiple of 16: blocks in a row are read in a row."""
+    return (((layer * m.kv_heads + head) * m.num_blocks + block) * (m.block_size // GROUP) + group) * GROUP * m.head_pad
 
 
 @kernel_part
@@ -148,20 +148,30 @@ def _find_groups(ctx, m, layer, request, visible, kv_head, span, first, last, mo
     to fetch while they are weighed: the next span's keys, if the unit has `more`. A group of either has one extent.
     """
     columns = m.head_pad // LANES
+    packed = m.block_size % GROUP == 0
+    per_block = max(1, m.block_size // GROUP)
+    step = GROUP * m.head_pad
+    number = span * GROUPS + first  # of the group in its sequence
+    block_index, inner = number // per_block, number % per_block
+    next_index, next_inner = (number + GROUPS) // per_block, (number + GROUPS) % per_block
     for group in range(first, last):
         position = span * SPAN + group * GROUP
-        if m.block_size % GROUP == 0:
-            block = np.int64(block_tables[request, position // m.block_size])
-            at = _group_at(m, layer, block, kv_head, position % m.block_size // GROUP)
+        if packed:
+            at = _group_at(m, layer, np.int64(block_tables[request, block_index]), kv_head, 0) + inner * step
             key_address = address(keys, at)
             value_address = address(values, at)
             next_address = key_address
             if more and position + SPAN < visible:
-                block = np.int64(block_tables[request, (position + SPAN) // m.block_size])
-                offset = (position + SPAN) % m.block_size
-                next_address = address(keys, _group_at(m, layer, block, kv_head, offset // GROUP))
+                at = _group_at(m, layer, np.int64(block_tables[request, next_index]), kv_head, 0) + next_inner * step
+                next_address = address(keys, at)
+            inner += 1
+            if inner == per_block:
+                block_index, inner = block_index + 1, 0
+            next_inner += 1
+            if next_inner == per_block:
+                next_index, next_inner = next_index + 1, 0
         else:
-            key_at = ctx.groups_at + group * GROUP * m.head_pad
+            key_at = ctx.groups_at + group * step
             value_at = key_at + SPAN * m.head_pad
             # Places past the last visible key keep what an earlier group left there: finite, and weighed with zero.
             for lane in range(min(GROUP, visible - position)):

@@ -333,25 +333,31 @@ def copy_word(typingctx: Any, source: Any, i: Any, target: Any, j: Any) -> Any:
 
 @intrinsic
 def copy_values(typingctx: Any, source: Any, i: Any, target: Any, j: Any, half: Any) -> Any:
-    """Copy sixteen elements to sixteen words of four bytes; of bf16, to the low (half 0) or high half of each word."""
+    """Copy sixteen elements to sixteen words of four bytes; of bf16, to the low (half 0) or high half of each word.
+
+    The other halves are not touched, not even written back: they belong to another row, which another thread may be
+    writing.
+    """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        from_, to = (
-            _element_pointer(context, builder, sig.args[n], args[n], args[n + 1]) for n in (0, 2)
-        )
-        to = builder.bitcast(to, VI.as_pointer())
-        if sig.args[0].dtype == types.uint16:
-            value = builder.load(builder.bitcast(from_, VI16.as_pointer()))
-            value.align = 2
-            shift = _splat(builder, builder.shl(builder.trunc(args[4], I32), ir.Constant(I32, 4)), VI)
-            there = builder.load(to)
-            there.align = 2
-            kept = builder.and_(there, builder.lshr(_iconst(-65536), shift))
-            new = builder.or_(kept, builder.shl(builder.zext(value, VI), shift))
-        else:
+        from_, to = (_element_pointer(context, builder, sig.args[n], args[n], args[n + 1]) for n in (0, 2))
+        if sig.args[0].dtype != types.uint16:
             new = builder.load(builder.bitcast(from_, VI.as_pointer()))
             new.align = 4
-        builder.store(new, to).align = 2
+            builder.store(new, builder.bitcast(to, VI.as_pointer())).align = 4
+            return context.get_dummy_value()
+        i16, wide = ir.IntType(16), ir.VectorType(ir.IntType(16), 2 * LANES)
+        mask = ir.VectorType(ir.IntType(1), 2 * LANES)
+        value = builder.load(builder.bitcast(from_, VI16.as_pointer()))
+        value.align = 2
+        twice = ir.Constant(ir.VectorType(I32, 2 * LANES), [lane // 2 for lane in range(2 * LANES)])
+        value = builder.shuffle_vector(value, ir.Constant(VI16, ir.Undefined), twice)
+        half = builder.insert_element(ir.Constant(wide, ir.Undefined), builder.trunc(args[4], i16), ir.Constant(I32, 0))
+        half = builder.shuffle_vector(half, half, ir.Constant(ir.VectorType(I32, 2 * LANES), [0] * (2 * LANES)))
+        chosen = builder.icmp_unsigned("==", half, ir.Constant(wide, [0, 1] * LANES))
+        signature = ir.FunctionType(ir.VoidType(), [wide, wide.as_pointer(), I32, mask])
+        store = cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.store.v32i16.p0")
+        builder.call(store, [value, builder.bitcast(to, wide.as_pointer()), ir.Constant(I32, 2), chosen])
         return context.get_dummy_value()
 
     return types.void(source, types.intp, target, types.intp, types.intp), codegen

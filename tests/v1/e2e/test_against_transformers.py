@@ -98,9 +98,7 @@ def test_random_checkpoints(tmp_path, monkeypatch, name, backend):
 def test_demo_model(demo_model_path):
     """The demo model answers as transformers does with the same dequantised weights."""
     questions = ["What is the capital of France?", "Count from one to ten.", "Repeat: a b c a b c a b c"]
-    with LLM(
-        str(demo_model_path), dtype="float32", max_model_len=512, speculative_config={"method": "ngram"}
-    ) as llm:
+    with LLM(str(demo_model_path), dtype="float32", max_model_len=512, speculative_config={"method": "ngram"}) as llm:
         messages = [[{"role": "user", "content": question}] for question in questions]
         outputs = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)
     config = transformers.AutoConfig.from_pretrained(demo_model_path)

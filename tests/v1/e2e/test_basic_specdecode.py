@@ -1,18 +1,25 @@
 """Speculation changes nothing but the number of steps: on a real model, across everything that moves rows about.
 
-``make test`` runs a pairwise cover of the matrix, ``make verify`` (marker slow) all of it.
+``make test`` runs a pairwise cover of the matrix in float32 and a part of the bitwise comparison in bfloat16;
+``make verify`` (marker slow) runs all of both.
 """
 
 import dataclasses
 import functools
 import itertools
+import os
 
 import pytest
 
 from engine_v1 import LLM, SamplingParams
 from engine_v1.engine import core
 from engine_v1.kernels import decoder
+from engine_v1.platforms.cpu import BACKEND_SWITCH
+from engine_v1.tokenizer import Tokenizer
 
+kernels_only = pytest.mark.skipif(
+    os.environ.get(BACKEND_SWITCH) == "torch", reason="torch's matrix products depend on the number of rows"
+)
 QUESTIONS = [
     "Copy this list and add one item: red apple, green pear, yellow banana, red apple, green pear, yellow banana.",
     "Repeat the sentence three times: The quick brown fox jumps over the lazy dog near the river bank.",
@@ -159,3 +166,84 @@ def test_the_questions_outgrow_several_blocks():
     """The matrix says something only if answers are long and drafts are accepted."""
     reference, _ = plain_answer(2048, "off", 16, False)
     assert sum(len(tokens) >= 64 for tokens, *_ in reference) >= 3
+
+
+SPECULATION = {"method": "ngram"}
+# What may be different between two runs, and must not be seen: options of the engine, speculation, and how often the
+# prompts are asked (a second time finds them in the prefix cache). The pool's size is in tokens per prompt.
+VARIATIONS = {
+    "speculation": ({}, SPECULATION),
+    "speculation, long drafts": ({}, {"method": "ngram", "num_speculative_tokens": 12, "prompt_lookup_max": 2}),
+    "one at a time": ({"max_num_seqs": 1}, None),
+    "one at a time, speculation": ({"max_num_seqs": 1}, SPECULATION),
+    "chunks of 16": ({"max_num_seqs": 8, "max_num_batched_tokens": 16}, None),
+    "chunks of 48, speculation": ({"max_num_seqs": 8, "max_num_batched_tokens": 48}, SPECULATION),
+    "blocks of 5": ({"block_size": 5}, SPECULATION),
+    "warm cache": ({"times": 2}, None),
+    "warm cache, speculation": ({"times": 2}, SPECULATION),
+    "preempted": ({"tight": True}, None),
+    "preempted, speculation": ({"tight": True}, SPECULATION),
+}
+
+
+def bfloat16_answers(prompts, params, options, speculative_config):
+    """Token ids, logprobs, text and reasons of a run in bfloat16."""
+    options = {"max_num_seqs": 16, "block_size": 16} | options
+    times, tight = options.pop("times", 1), options.pop("tight", False)
+    longest = max(len(prompt["prompt_token_ids"]) for prompt in prompts) + max(one.max_tokens for one in params)
+    # Room for the longest request and half of another, but no two of the long ones.
+    num_tokens = longest * 3 // 2 if tight else (longest + 16) * len(prompts)
+    with LLM(
+        "smollm2-135m-instruct",
+        dtype="bfloat16",
+        max_model_len=longest + 1,
+        num_gpu_blocks_override=num_tokens // options["block_size"] + 2,
+        speculative_config=speculative_config,
+        **options,
+    ) as llm:
+        for _ in range(times):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
+        assert not tight or metrics["vllm:num_preemptions"].value > 0
+    return [
+        (one.token_ids, one.logprobs, one.text, one.finish_reason, one.stop_reason)
+        for one in (output.outputs[0] for output in outputs)
+    ]
+
+
+def check_bits(prompts, params, names):
+    expected = bfloat16_answers(prompts, params, {}, None)
+    for name in names:
+        seen = bfloat16_answers(prompts, params, *VARIATIONS[name])
+        for one, wanted in zip(seen, expected, strict=True):
+            assert one == wanted, name
+        print(f"  equal to the last bit over {len(prompts)} prompts: {name}")
+
+
+def templated(demo_model_path, questions):
+    tokenizer = Tokenizer(demo_model_path)
+    return [
+        {"prompt_token_ids": tokenizer.apply_chat_template([{"role": "user", "content": question}])}
+        for question in questions
+    ]
+
+
+@kernels_only
+def test_bfloat16_is_equal_to_the_last_bit(demo_model_path):
+    """Tokens and logprobs, greedy and sampled, do not depend on drafts, batch, chunks, blocks, cache or preemption."""
+    prompts = templated(demo_model_path, QUESTIONS)
+    params = [
+        SamplingParams(temperature=temperature, top_p=top_p, seed=i, max_tokens=40, logprobs=2, ignore_eos=True)
+        for i, (temperature, top_p) in enumerate([(0.0, 1.0), (0.0, 1.0), (0.8, 1.0), (0.8, 0.9), (0.0, 1.0)])
+    ]
+    check_bits(prompts, params, VARIATIONS)
+
+
+@pytest.mark.slow
+@kernels_only
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_bfloat16_is_equal_to_the_last_bit_on_spec_bench(demo_model_path, spec_bench_questions, name):
+    """The same over 60 prompts of Spec-Bench and 128 tokens each."""
+    prompts = templated(demo_model_path, spec_bench_questions)
+    params = [SamplingParams(temperature=0.0, max_tokens=128, logprobs=1)] * len(prompts)
+    check_bits(prompts, params, [name])
