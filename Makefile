@@ -2,7 +2,7 @@
 #   make demo     real text from a real model, speculation off and on
 #   make test     the tests
 #   make check    linters, types and tests: what must be green before a commit
-#   make verify   the whole equality matrix (slow)
+#   make verify   the whole equality matrix (slow); with ENGINE_V1_SPEC_BENCH=question.jsonl also 60 of its prompts
 #   make bench    throughput, speculation off and on; `make bench ARGS="--dataset random"` for another load
 
 VENV ?= .venv
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint check verify bench format clean
+.PHONY: help demo test lint check test-portable verify bench format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z.]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ lint: $(STAMP) ## Run ruff and mypy
 	$(BIN)/mypy
 
 check: lint test ## Run the linters, then the tests
+
+test-portable: $(STAMP) ## Run what reaches the kernels without AVX512-BF16, as on a CPU that has none
+	ENGINE_V1_DISABLE_BF16_DOT=1 $(BIN)/python -m pytest tests/v1/kernels tests/v1/worker tests/v1/e2e $(ARGS)
 
 verify: $(STAMP) ## Run the slow tests: the whole equality matrix
 	$(BIN)/python -m pytest -m slow -s $(ARGS)

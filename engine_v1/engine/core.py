@@ -124,6 +124,7 @@ def build_engine_core(config: EngineConfig, model_directory: Path, decoder_confi
             prompt_lookup_tie=speculative.prompt_lookup_tie,
         )
     backend = platform.make_backend(loaded, config, num_blocks=num_blocks)
+    logger.info("computing through %s", backend.describe())
     runner = GPUModelRunner(backend, token_table, block_size=block_size)
     return EngineCore(scheduler, runner, proposer)
 

@@ -1,6 +1,7 @@
 """The command line: engine-v1 generate, chat, demo and bench."""
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -35,6 +36,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code: 0, 1 for an error or a failed check, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _show_messages()
     try:
         if arguments[:1] == ["bench"]:
             from engine_v1.entrypoints.bench import main as bench  # has options of its own
@@ -52,6 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         print(f"engine-v1: error: {error}", file=sys.stderr)
         return 1
+
+
+def _show_messages() -> None:
+    """Let the engine's own messages (what computes, what is compiled) appear on standard error."""
+    engine_logger = logging.getLogger("engine_v1")
+    if not engine_logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("engine-v1: %(message)s"))
+        engine_logger.addHandler(handler)
+        engine_logger.setLevel(logging.INFO)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -49,6 +49,10 @@ class Backend(Protocol):
         """Return the log probabilities at row ``index`` of those that were sampled last."""
         ...
 
+    def describe(self) -> str:
+        """Return a line that says with what it computes."""
+        ...
+
 
 class TorchBackend:
     """Computes through torch, on any device; the definition that kernels are tested against.
@@ -103,6 +107,10 @@ class TorchBackend:
     def logprobs(self, index: int, token_id: int, num_logprobs: int) -> TokenLogprobs:
         """See :class:`Backend`."""
         return token_logprobs(self._logits[index], token_id, num_logprobs)
+
+    def describe(self) -> str:
+        """See :class:`Backend`."""
+        return f"torch {torch.__version__} on {self.device}"
 
     def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

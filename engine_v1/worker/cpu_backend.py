@@ -7,6 +7,8 @@ import torch
 from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.core.scheduler_output import TokenLogprobs
 from engine_v1.kernels.decoder import CpuDecoder
+from engine_v1.kernels.intrinsics import describe
+from engine_v1.kernels.parallel import launch_threads, num_threads
 from engine_v1.sample.logprobs import token_logprobs
 from engine_v1.sample.sampler import Sampler, SamplingRows
 
@@ -42,3 +44,7 @@ class CpuBackend:
     def logprobs(self, index: int, token_id: int, num_logprobs: int) -> TokenLogprobs:
         """See :class:`Backend`."""
         return token_logprobs(self._logits[index], token_id, num_logprobs)
+
+    def describe(self) -> str:
+        """See :class:`Backend`."""
+        return f"{describe()}, {num_threads()} threads ({launch_threads()})"
