@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help demo test lint check test-portable verify bench format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z.]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The stamp is newer than pyproject.toml while the installed dependencies are those it names.
 $(STAMP): pyproject.toml

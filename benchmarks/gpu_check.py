@@ -2,10 +2,11 @@
 
 Five minutes on one device. The same prompts are answered greedily with speculation off and on, one, three and eight at
 a time, with chunk budgets that cut prompts differently, and again with a warm prefix cache; every answer is compared
-with that of an engine that has one request at a time, no speculation and no cache. In float32 all must be equal. In
-bfloat16 CUDA's matrix products round differently for different numbers of rows, so there the equal answers are counted
-and printed; on the CPU, whose kernels compute a row the same way in any company, that count is complete too. Then
-tokens per second with speculation off and on.
+with that of an engine that has one request at a time, no speculation and no cache. CUDA's matrix products round
+differently for different numbers of rows. In float32 that is too little to change a token, so all answers must be
+equal; in bfloat16 it is not where two tokens are nearly as likely, so equal answers are counted and printed. (The CPU's
+kernels compute a row the same way in any company, and all are equal in either.) Then tokens per second with speculation
+off and on.
 
 Exit status: 0; 1 if an answer differs in float32; 2 if there is no CUDA device. `--device cpu` tries the script itself.
 """
@@ -48,7 +49,7 @@ class Setting:
 
     def __str__(self) -> str:
         budget = self.max_num_batched_tokens or "default"
-        return f"n-gram {'on ' if self.speculate else 'off'}, {self.max_num_seqs} at a time, budget {budget}"
+        return f"n-gram {'on' if self.speculate else 'off'}, {self.max_num_seqs} at a time, budget {budget}"
 
 
 REFERENCE = Setting(speculate=False, max_num_seqs=1, prefix_caching=False)
@@ -71,9 +72,6 @@ class Load:
 
 def answer(load: Load, setting: Setting, dtype: str, *, num_passes: int) -> list[list[Answer]]:
     """Return the answers to all prompts, so many times over with one engine: later passes find a warm prefix cache."""
-    options = (
-        {} if setting.max_num_batched_tokens is None else {"max_num_batched_tokens": setting.max_num_batched_tokens}
-    )
     params = SamplingParams(temperature=0.0, max_tokens=load.max_tokens)
     with LLM(
         load.model,
@@ -81,9 +79,9 @@ def answer(load: Load, setting: Setting, dtype: str, *, num_passes: int) -> list
         device=load.device,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=setting.max_num_seqs,
+        max_num_batched_tokens=setting.max_num_batched_tokens,
         enable_prefix_caching=setting.prefix_caching,
         speculative_config=SPECULATIVE_CONFIG if setting.speculate else None,
-        **options,
     ) as llm:
         passes = [llm.chat(load.prompts, params, use_tqdm=False) for _ in range(num_passes)]
     del llm
@@ -190,6 +188,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.num_prompts, args.max_tokens) < 1:
         parser.error(f"--num-prompts ({args.num_prompts}) and --max-tokens ({args.max_tokens}) must be at least 1")
+    if args.device != "cpu" and not args.device.startswith("cuda"):
+        parser.error(f"--device must be cuda, cuda:N or cpu, got {args.device!r}")
     return args
 
 

@@ -2,15 +2,14 @@
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.core.scheduler_output import TokenLogprobs
 from engine_v1.kernels.decoder import CpuDecoder
 from engine_v1.kernels.intrinsics import describe
 from engine_v1.kernels.parallel import launch_threads, num_threads
-from engine_v1.sample.logprobs import token_logprobs
-from engine_v1.sample.sampler import Sampler, SamplingRows
+from engine_v1.sample.kernel_sampler import KernelSampler
+from engine_v1.sample.sampler import SamplingRows
 
 
 class CpuBackend:
@@ -22,8 +21,8 @@ class CpuBackend:
 
     def __init__(self, decoder: CpuDecoder) -> None:
         self.decoder = decoder
-        self.sampler = Sampler()
-        self._logits = torch.empty(0)
+        self.sampler = KernelSampler(decoder.vocab_size)
+        self._logits = np.empty((0, decoder.vocab_size), np.float32)
 
     def forward(
         self, input_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], metadata: AttentionMetadata
@@ -38,12 +37,12 @@ class CpuBackend:
         if not keep_logits and not rows.temperature.any():
             token_ids, best = self.decoder.greedy(indices)
             return token_ids.astype(np.int64), np.isfinite(best)
-        self._logits = torch.from_numpy(self.decoder.logits(indices))
+        self._logits = self.decoder.logits(indices)
         return self.sampler.sample(self._logits, rows)
 
     def logprobs(self, index: int, token_id: int, num_logprobs: int) -> TokenLogprobs:
         """See :class:`Backend`."""
-        return token_logprobs(self._logits[index], token_id, num_logprobs)
+        return self.sampler.logprobs(self._logits[index], token_id, num_logprobs)
 
     def describe(self) -> str:
         """See :class:`Backend`."""

@@ -1,0 +1,190 @@
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engine_v1.entrypoints.bench_machine import buffer_bytes, last_level_cache_bytes
+from engine_v1.models.config import DecoderConfig
+from engine_v1.models.rope import RopeConfig
+from engine_v1.request import Request
+from engine_v1.sampling_params import SamplingParams
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The script, imported as Python runs it: with its own directory on the path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        yield importlib.import_module("bench_decode_step")
+
+
+@pytest.fixture
+def make_line(script):
+    """A cell's figures; weights are read in 1 ms and a token's keys and values in 1 us."""
+
+    def make(step_ms=(2.0,), context=512, num_requests=1, num_drafts=0, part_ms=None):
+        cell = script.Cell(context, num_requests, num_drafts)
+        parts = {name: [ms / 1e3 for ms in values] for name, values in (part_ms or {}).items()}
+        samples = script.Samples([ms / 1e3 for ms in step_ms], parts)
+        return script.cell_figures(cell, samples, script.ModelBytes(1_000_000, 250_000, 1_000), bytes_per_s=1e9)
+
+    return make
+
+
+class TestCells:
+    def test_few_rows_are_drafts_and_requests_more_are_requests_alone(self, script):
+        """A single row has one form, a second to a sixth has two, a seventh one again."""
+        cells = script.make_cells([512], [7, 1, 6, 6])
+        assert [(c.num_rows, c.num_requests, c.num_drafts) for c in cells] == [
+            (1, 1, 0),
+            (6, 1, 5),
+            (6, 6, 0),
+            (7, 7, 0),
+        ]
+
+    @pytest.mark.parametrize("num_drafts", [0, 5])
+    def test_the_last_row_of_the_last_step_sees_the_whole_context(self, script, num_drafts):
+        """The first step computes prompt_len + 1 tokens' last one and the drafts, every step commits one token."""
+        cell = script.Cell(100, 1, num_drafts)
+        num_steps = 12
+        num_computed_before_last = cell.prompt_len(num_steps) + num_steps - 1
+        assert num_computed_before_last + 1 + num_drafts == 100
+
+    @pytest.mark.parametrize("num_drafts", [0, 5])
+    def test_no_request_can_end_while_it_is_timed(self, script, num_drafts):
+        """One token comes with the prompt, and each step could commit every draft and one more."""
+        cell = script.Cell(100, 1, num_drafts)
+        assert cell.max_tokens(num_steps=12) > 1 + 12 * (1 + num_drafts)
+
+    def test_blocks_hold_all_that_every_request_could_reach(self, script):
+        """Rounded up to whole blocks for each request, not for all together."""
+        cell = script.Cell(100, 3, 0)
+        assert cell.prompt_len(10) + cell.max_tokens(10) == 102
+        assert cell.num_blocks(10) == 3 * 7
+
+    def test_cells_beyond_the_memory_are_left_out(self, script):
+        """The null block counts."""
+        cell = script.Cell(100, 3, 0)
+        assert script.fitting_cells([cell], 10, bytes_per_block=10, memory_bytes=220) == [cell]
+        assert script.fitting_cells([cell], 10, bytes_per_block=10, memory_bytes=219) == []
+
+    def test_rounds_cover_the_steps_asked_for(self, script):
+        """Each round warms up anew."""
+        assert script.NUM_ROUNDS * (script.steps_per_round(10) - script.NUM_WARMUPS) >= 10
+
+    def test_contexts_too_short_for_the_steps_are_refused(self, script, capsys):
+        """The message names the shortest that will do."""
+        for option in ("--contexts", "--steps", "--rows"):
+            with pytest.raises(SystemExit):
+                script.parse_args([option, "0"])
+        with pytest.raises(SystemExit):
+            script.parse_args(["--contexts", "12", "--rows", "6"])
+        shortest = script.steps_per_round(30) + 5 + 1
+        assert f"--contexts of {shortest} and more" in capsys.readouterr().err
+        assert script.parse_args(["--contexts", str(shortest), "--rows", "6"]).contexts == [shortest]
+
+
+class TestFigures:
+    def test_ratios_are_over_weights_alone_and_with_keys_and_values(self, make_line):
+        """1 ms of weights, 2 requests x 500 tokens x 1 us: twice the bytes, half the ratio."""
+        line = make_line(step_ms=(9.0, 3.0, 2.0), context=500, num_requests=2)
+        assert line["step_ms"] == 3.0
+        assert line["ratio_to_limit"] == 3.0
+        assert line["ratio_to_limit_with_kv"] == 1.5
+
+    def test_drafts_share_their_requests_keys(self, script):
+        """They add rows, not reads of the cache."""
+        sizes = script.ModelBytes(1, 0, kv_per_token=10)
+        assert sizes.kv(script.Cell(100, 1, 5)) == sizes.kv(script.Cell(100, 1, 0)) == 1_000
+        assert sizes.kv(script.Cell(100, 6, 0)) == 6_000
+
+    def test_headline_is_one_request_with_drafts_at_its_context(self, script, make_line):
+        """Other contexts and the same number of rows as several requests do not count."""
+        lines = [
+            make_line((2.0,)),
+            make_line((2.5,), num_drafts=5),
+            make_line((9.0,), num_requests=6),
+            make_line((9.0,), context=128),
+        ]
+        assert script.headline(lines) == {
+            "headline_context": 512,
+            "step_ms_1": 2.0,
+            "step_ms_6": 2.5,
+            "ratio_to_limit_1": 2.0,
+            "ratio_to_limit_6": 2.5,
+            "ratio_6_to_1": 1.25,
+        }
+        assert script.headline(lines[3:]) == {"headline_context": 512}
+
+    def test_the_table_has_a_line_for_each_cell(self, script, make_line):
+        """Columns line up."""
+        table = script.format_times([make_line(), make_line(num_drafts=5), make_line(context=8192, num_requests=64)])
+        lines = table.splitlines()
+        assert len(lines) == 4
+        assert len({len(line) for line in lines}) == 1
+        assert "1 x 6" in lines[2]
+        assert "64 x 1" in lines[3]
+
+
+class TestProfile:
+    def test_other_is_what_no_part_accounts_for(self, script, make_line):
+        """It is taken step by step."""
+        parts = {name: [0.1, 0.1] for name in script.PARTS} | {"forward": [1.0, 3.0]}
+        line = make_line(step_ms=(2.0, 4.0), part_ms=parts)
+        assert line["parts_ms"]["forward"] == 2.0
+        assert line["parts_ms"]["other"] == pytest.approx(0.4)
+        assert "forward GB/s" in script.format_parts([line])
+
+    def test_rates_are_bytes_of_a_part_over_its_time(self, script, make_line):
+        """The forward pass reads layers and cache, the arg-max the output projection."""
+        parts = {name: [0.0] for name in script.PARTS} | {"forward": [0.5], "sample": [0.125]}
+        line = make_line(step_ms=(1.0,), context=250, part_ms=parts)
+        assert line["forward_gb_per_s"] == 2.0  # 750,000 + 250 x 1,000 bytes in 0.5 ms
+        assert line["sample_gb_per_s"] == 2.0
+
+    def test_a_stopwatch_adds_up_calls_and_returns_what_they_return(self, script, monkeypatch):
+        """Taking the seconds starts anew."""
+        clock = iter([0.0, 1.0, 10.0, 12.0])
+        monkeypatch.setattr(script.time, "perf_counter", lambda: next(clock))
+        owner = SimpleNamespace(add=lambda a, *, b: a + b)
+        stopwatch = script.Stopwatch()
+        stopwatch.watch("update", owner, "add")
+        assert [owner.add(1, b=2), owner.add(3, b=4)] == [3, 7]
+        assert stopwatch.take() == dict.fromkeys(script.PARTS, 0.0) | {"update": 3.0}
+        assert set(stopwatch.take().values()) == {0.0}
+
+    def test_the_head_is_its_share_of_all_matrices(self, script):
+        """Embedding rows are read one by one and do not count."""
+        config = DecoderConfig(
+            architecture="LlamaForCausalLM", vocab_size=100, hidden_size=8, intermediate_size=10, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=2, max_position_embeddings=64, rms_norm_eps=1e-5,
+            rope=RopeConfig(theta=1e4), sliding_windows=(None, None),
+        )  # fmt: skip
+        # a layer: q and o 8 x 8 each, k and v 4 x 8 each, three of 10 x 8
+        assert script.head_share(config) == 800 / (800 + 2 * (2 * 64 + 2 * 32 + 240))
+
+
+def test_a_scripted_draft_follows_the_lookup_and_spares_prompts(script):
+    """The real lookup runs, what it found is replaced, and a request with a prompt to compute gets nothing."""
+    seen = []
+    requests = [Request(name, [1, 2, 3], SamplingParams(), max_tokens=8) for name in "ab"]
+    requests[0].num_computed_tokens = 2
+    proposer = script.ScriptedProposer(SimpleNamespace(propose=seen.extend), token_id=99)
+    proposer.num_drafts = 3
+    proposer.propose(requests)
+    assert seen == requests
+    assert [request._spec_token_ids for request in requests] == [[99, 99, 99], []]
+
+
+def test_the_buffer_is_larger_than_the_largest_cache(tmp_path):
+    """What Linux reports is read; where it reports nothing, half a GiB has to do."""
+    for index, size in enumerate(("48K", "1024K", "384M")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert last_level_cache_bytes(tmp_path) == 384 << 20
+    assert buffer_bytes(384 << 20) == 1536 << 20
+    assert last_level_cache_bytes(tmp_path / "none") == 0
+    assert buffer_bytes(0) == 512 << 20
