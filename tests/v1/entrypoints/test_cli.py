@@ -150,7 +150,7 @@ def test_failed_request_is_an_error(monkeypatch, capsys):
     [
         (["generate", "--tempratur", "1"], "unrecognized arguments: --tempratur"),
         (["generate", "--speculative-config", "{"], "not JSON"),
-        (["generate", "--speculative-config", "[1]"], "must be an object"),
+        (["generate", "--speculative-config", "[1]"], "must be a JSON object"),
         (["generate", "--prompt", "a", "--prompt-file", "b"], "not allowed with"),
         ([], "required"),
         (["serve"], "invalid choice: 'serve'"),
