@@ -426,6 +426,9 @@ def compare(args: argparse.Namespace, python: Mapping[str, str]) -> int:
     Raises:
         ValueError: on options that ask for nothing that can be run.
     """
+    for name in ("rounds", "threads", "max_num_seqs", "max_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}.")
     machine = describe_machine()
     print(__doc__.splitlines()[0])
     print(format_machine(machine), flush=True)

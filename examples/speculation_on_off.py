@@ -8,8 +8,8 @@ MODEL = "smollm2-135m-instruct"
 
 QUESTIONS = [
     "Rewrite this list as a numbered list.\n- red apple\n- green pear\n- yellow banana\n- blue plum",
-    "Repeat this sentence three times: The quick brown fox jumps over the lazy dog near the river bank.",
-    "Rename x to total.\ndef add(values):\n    x = 0\n    for v in values:\n        x += v\n    return x",
+    "Repeat the sentence three times: The quick brown fox jumps over the lazy dog near the river bank.",
+    "Copy this list and add one item: red apple, green pear, yellow banana, red apple, green pear, yellow banana.",
 ]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=64),

@@ -96,7 +96,7 @@ def build_engine_core(config: EngineConfig, model_directory: Path, decoder_confi
         2  # keys and values
         * decoder_config.num_hidden_layers
         * decoder_config.num_key_value_heads
-        * decoder_config.head_dim
+        * platform.cached_head_dim(decoder_config.head_dim)
         * loaded.dtype.itemsize
         * block_size
     )

@@ -18,6 +18,10 @@ class Platform(Protocol):
         """Return how much memory the KV cache may take by default, once the weights are loaded."""
         ...
 
+    def cached_head_dim(self, head_dim: int) -> int:
+        """Return how many numbers the KV cache stores for a head of ``head_dim``."""
+        ...
+
     def make_backend(self, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int) -> Backend:
         """Return the fastest backend for this model, with a KV cache of that many blocks."""
         ...

@@ -23,6 +23,10 @@ class CpuPlatform:
         """Return 4 GiB, or half of the available memory where that is less."""
         return min(_DEFAULT_KV_CACHE_BYTES, available_memory_bytes() // 2)
 
+    def cached_head_dim(self, head_dim: int) -> int:
+        """Return ``head_dim`` rounded up to the kernels' tiles of 32."""
+        return -(-head_dim // 32) * 32
+
     def make_backend(self, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int) -> Backend:
         """Return the Numba kernels for the Llama family in bfloat16 or float32, torch for anything else.
 

@@ -22,6 +22,10 @@ class CudaPlatform:
         free, total = torch.cuda.mem_get_info(self.device)
         return max(0, int(total * gpu_memory_utilization) - (total - free))
 
+    def cached_head_dim(self, head_dim: int) -> int:
+        """Return ``head_dim``."""
+        return head_dim
+
     def make_backend(self, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int) -> Backend:
         """Return the torch backend."""
         return TorchBackend.create(loaded, config, num_blocks=num_blocks, device=self.device)

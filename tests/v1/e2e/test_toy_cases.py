@@ -253,3 +253,21 @@ def test_a_failure_ends_its_request_only(failing_model, bad, message, kept, spec
         assert failed.outputs[0].token_ids == kept
         again = llm.generate([CYCLE_PROMPT], params, use_tqdm=False)
         assert again[0].outputs[0].token_ids == good.outputs[0].token_ids
+
+
+def test_abort_after_a_step_with_drafts(cycle_model):
+    """One request is aborted right after a step that verified drafts: the other is untouched, all blocks come back."""
+    other = [4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6]
+    with make_llm(cycle_model, SPECULATION, block_size=4) as llm:
+        texts = {}
+        stream = llm.stream([CYCLE_PROMPT, other], SamplingParams(temperature=0.0, max_tokens=12))
+        for output in stream:
+            texts[output.request_id] = texts.get(output.request_id, "") + output.outputs[0].text
+            metrics = output.outputs[0].spec_decode_metrics
+            if output.request_id == min(texts) and metrics.num_draft_tokens and not output.finished:
+                (aborted,) = llm._engine.abort_requests([output.request_id])
+                assert aborted._spec_token_ids == []
+                assert aborted.status.finish_reason == "abort"
+        assert texts[max(texts)] == "hijabcdefghi"
+        assert len(texts[min(texts)]) < 12
+        assert {m.name: m for m in llm.get_metrics()}["vllm:kv_cache_usage_perc"].value == 0.0
