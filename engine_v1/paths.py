@@ -1,5 +1,6 @@
 """Where the engine may keep files between runs: downloaded models, compiled kernels."""
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -20,7 +21,8 @@ def cache_root() -> Path | None:
     else:
         xdg = os.environ.get("XDG_CACHE_HOME")
         candidates = [Path(xdg) / "engine_v1"] if xdg else []
-        candidates.append(Path(os.path.expanduser("~")) / ".cache" / "engine_v1")
+        with contextlib.suppress(RuntimeError):  # a user id without a home, as containers have
+            candidates.append(Path.home() / ".cache" / "engine_v1")
     return next((path for path in candidates if is_writable_directory(path)), None)
 
 

@@ -9,6 +9,7 @@ from engine_v1.core.kv_cache_manager import KVCacheManager
 from engine_v1.core.scheduler import Scheduler
 from engine_v1.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from engine_v1.core.token_table import TokenTable
+from engine_v1.kernels.parallel import ForkedProcessError
 from engine_v1.models.config import DecoderConfig
 from engine_v1.models.loader import load_model
 from engine_v1.platforms import get_platform
@@ -64,6 +65,8 @@ class EngineCore:
         """Run the model; if it fails, run each request by itself so that only those that fail alone end."""
         try:
             return self.runner.execute_model(step)
+        except ForkedProcessError:
+            raise  # no request's fault, and no request of this process will ever run
         except Exception as failure:  # whatever a model raises ends requests, never the engine
             logger.exception("a step of %d requests failed", len(step.scheduled))
             if len(step.scheduled) == 1:

@@ -88,7 +88,9 @@ def _rotate(x, at, rope, rope_at, half):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
-def rope_and_cache(ctx, phase, m, layer, bias_at, q_norm_at, k_norm_at, floats, rope, positions, slots, qkv, q, keys, values):  # type: ignore[no-untyped-def]  # fmt: skip
+def rope_and_cache(  # type: ignore[no-untyped-def]
+    ctx, phase, m, layer, bias_at, q_norm_at, k_norm_at, floats, rope, positions, slots, qkv, q, keys, values
+):  # fmt: skip
     """Finish each row's projections: bias, norm of queries and keys, rotary embedding; write keys and values."""
     heads = m.heads + 2 * m.kv_heads
     pad = m.head_pad
@@ -201,7 +203,7 @@ def _oldest(position, window):  # type: ignore[no-untyped-def]
 
 @kernel_part(forceinline=True)
 def _head_row(m, first_row, kv_head, line):  # type: ignore[no-untyped-def]
-    """Index among all (row, head): lines of a unit count the heads of a group first. 3 heads: line 4 is row 1, head 1."""
+    """Index among all (row, head): lines of a unit count a group's heads first. 3 heads: line 4 is row 1, head 1."""
     return (first_row + line // m.group_heads) * m.heads + kv_head * m.group_heads + line % m.group_heads
 
 
@@ -350,7 +352,7 @@ def plan_units(query_start, seq_lens, block_rows, kv_heads, group_heads, threads
     """Cut a step's rows into attention units; return (number of units, number of merges).
 
     A block of up to `block_rows` rows of one request is one unit, unless it is small and its context long: then it
-    becomes several units of some spans each, so that all threads work on it, and one merge. Results do not depend on it.
+    becomes several units of some spans each, so that all threads work on it, and one merge. Results are the same.
 
     Args:
         query_start: int32[num_reqs + 1].

@@ -127,9 +127,7 @@ class CpuDecoder:
         cache = len(model.layers) * num_blocks * self.block_size * kv_pad
         # Values start as zeros and stay finite: a masked weight of 0 is multiplied with whatever a free slot holds.
         self._keys, self._values = np.zeros(cache, act), np.zeros(cache, act)
-        self._sync = np.zeros(
-            schedule.sync_size(len(model.layers) * forward.PHASES_PER_LAYER + 2, threads), np.int64
-        )
+        self._sync = np.zeros(schedule.sync_size(len(model.layers) * forward.PHASES_PER_LAYER + 2, threads), np.int64)
         self._residual = np.zeros(rows * size["hidden_pad"], np.float32)
         self._normed = np.zeros(rows * size["hidden_pad"], act)
         self._qkv = np.zeros(rows * (heads_pad + 2 * kv_pad), np.float32)
@@ -285,7 +283,8 @@ class PackedWeights:
         self._head_rows = head_rows
         hidden, inter = config.hidden_size, config.intermediate_size
         shapes = [
-            (all_heads * head_pad, hidden), (hidden, heads * head_pad), (2 * padded(inter), hidden), (hidden, padded(inter)),
+            (all_heads * head_pad, hidden), (hidden, heads * head_pad), (2 * padded(inter), hidden),
+            (hidden, padded(inter)),
         ]  # fmt: skip
         layer_size = sum(linear.packed_size(n, k, act) for n, k in shapes)
         head_size = linear.packed_size(config.vocab_size, hidden, act)
@@ -341,13 +340,17 @@ class PackedWeights:
         end = at + linear.packed_size(outputs, inputs, self._act)
         out = self.packed[at:end].reshape(-1, padded(inputs, pair) // pair, linear.TILE_COLUMNS, pair)
         with parallel_entry:
-            linear.pack_into(_numpy(weight, self._act), out, first, step, rows.astype(np.int64), columns.astype(np.int64))
+            linear.pack_into(
+                _numpy(weight, self._act), out, first, step, rows.astype(np.int64), columns.astype(np.int64)
+            )
         return end
 
     def _pack_vectors(self, config: Any, row: Array, layer: Any) -> None:
         hidden, head, inter = config.hidden_size, config.head_dim, config.intermediate_size
         qkv_outputs = padded(head) * len(self._head_rows) // head
-        place = np.arange(inter) // linear.TILE_COLUMNS * 2 * linear.TILE_COLUMNS + np.arange(inter) % linear.TILE_COLUMNS
+        place = (
+            np.arange(inter) // linear.TILE_COLUMNS * 2 * linear.TILE_COLUMNS + np.arange(inter) % linear.TILE_COLUMNS
+        )
         both = np.concatenate([place, place + linear.TILE_COLUMNS])
         for column, tensor, index, size in (
             (forward.INPUT_NORM, layer.input_norm, np.arange(hidden), padded(hidden)),

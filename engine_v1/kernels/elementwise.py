@@ -1,4 +1,4 @@
-"""Row arithmetic on vectors: exponentials, RMSNorm, softmax of a tile's row. Widths are multiples of 16, zero-padded."""
+"""Row arithmetic on vectors: exponentials, RMSNorm, softmax of a tile's row. Widths are multiples of 16."""
 
 import math
 
@@ -52,7 +52,7 @@ def silu(x):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def rms_norm(x, x_at, weight, weight_at, size, padded, eps, out, out_at):  # type: ignore[no-untyped-def]
-    """out = x / sqrt(mean(x^2) + eps) * weight over one row of `size` values in `padded` places."""
+    """Out = x / sqrt(mean(x^2) + eps) * weight over one row of `size` values in `padded` places."""
     total = splat(0.0)
     for i in range(0, padded, 16):
         v = load(x, x_at + i)
@@ -102,7 +102,7 @@ def merge_span(acc, acc_at, stats_at, part, part_at, top, total, padded, factor)
     through them or several did and one merged.
     """
     old = acc[stats_at]
-    new = top if top > old else old
+    new = max(old, top)
     keep = exp2(splat(old - new) * splat(factor))
     add = exp2(splat(top - new) * splat(factor))
     acc[stats_at] = new

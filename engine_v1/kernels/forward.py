@@ -28,7 +28,8 @@ PHASES_PER_LAYER = 9
 
 # Columns of the table of layers: where each weight starts, -1 where the model has none; the sliding window, or 0.
 (
-    QKV, O_PROJ, GATE_UP, DOWN, INPUT_NORM, POST_NORM, QKV_BIAS, O_BIAS, GATE_UP_BIAS, DOWN_BIAS, Q_NORM, K_NORM, WINDOW,
+    QKV, O_PROJ, GATE_UP, DOWN, INPUT_NORM, POST_NORM, QKV_BIAS, O_BIAS, GATE_UP_BIAS, DOWN_BIAS, Q_NORM, K_NORM,
+    WINDOW,
 ) = range(13)  # fmt: skip
 LAYER_COLUMNS = 13
 
@@ -52,8 +53,8 @@ VOCAB_X, VOCAB_ROWS, VOCAB_AT, VOCAB_SIZE, VOCAB_GREEDY, VOCAB_LOGITS, VOCAB_BES
 Context = namedtuple(  # noqa: PYI024
     "Context",
     (
-        "tile", "sync", "threads", "thread", "eps", "table", "table_at", "scratch", "scratch_at", "scores_at", "sums_at",
-        "acc_at", "stats_at", "act", "row_at", "query_at", "weights_at", "groups_at",
+        "tile", "sync", "threads", "thread", "eps", "table", "table_at", "scratch", "scratch_at", "scores_at",
+        "sums_at",        "acc_at", "stats_at", "act", "row_at", "query_at", "weights_at", "groups_at",
     ),
 )  # fmt: skip
 
@@ -110,8 +111,8 @@ def make_context(thread, threads, a, m, act):  # type: ignore[no-untyped-def]
     weights_at = query_at + m.max_lines * m.head_pad
     groups_at = weights_at + 12 * 256
     return Context(
-        m.tile, sync, threads, thread, eps, table, thread * m.table_size, scratch, scratch_at, scores_at, sums_at, acc_at,
-        stats_at, act, row_at, query_at, weights_at, groups_at,
+        m.tile, sync, threads, thread, eps, table, thread * m.table_size, scratch, scratch_at, scores_at, sums_at,
+        acc_at, stats_at, act, row_at, query_at, weights_at, groups_at,
     )  # fmt: skip
 
 
@@ -129,7 +130,8 @@ def unpack_sizes(sizes, scalars):  # type: ignore[no-untyped-def]
     """The arrays of numbers as named ones."""
     return Sizes(
         sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-        sizes[11], sizes[12], sizes[13], sizes[14], sizes[15], sizes[16], sizes[17], sizes[18], sizes[19], sizes[20], scalars[1],
+        sizes[11], sizes[12], sizes[13], sizes[14], sizes[15], sizes[16], sizes[17], sizes[18], sizes[19], sizes[20],
+        scalars[1],
     )  # fmt: skip
 
 
@@ -168,9 +170,7 @@ def decode_layers(ctx, m, a, act):  # type: ignore[no-untyped-def]
             ctx, phase + 2, m, layer, w[QKV_BIAS], w[Q_NORM], w[K_NORM], floats, rope, positions, slots, qkv, q,
             keys, values,
         )  # fmt: skip
-        attend(
-            ctx, phase + 3, m, layer, w[WINDOW], units, seq_lens, block_tables, q, keys, values, parts, attended
-        )
+        attend(ctx, phase + 3, m, layer, w[WINDOW], units, seq_lens, block_tables, q, keys, values, parts, attended)
         if m.merges > 0:
             merge_parts(ctx, phase + 4, m, w[WINDOW], merges, parts, attended)
         linear_add(
@@ -247,7 +247,7 @@ def pick_best(best, best_id, tasks, rows, ids, values):  # type: ignore[no-untyp
         index = best_id[m]
         for task in range(1, tasks):
             v = best[task * rows + m]
-            if v > value or v != v:  # NaN stays: nothing compares greater
+            if v > value or np.isnan(v):  # NaN stays: nothing compares greater
                 value = v
                 index = best_id[task * rows + m]
         values[m] = value

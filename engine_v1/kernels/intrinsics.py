@@ -17,8 +17,8 @@ from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.core.extending import intrinsic, lower_builtin, register_model
-from numba.np.arrayobj import populate_array
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.np.arrayobj import populate_array
 
 LANES = 16  # float32 lanes of a vector
 TILE_COLUMNS = 32  # outputs per tile and row: two vectors
@@ -318,9 +318,7 @@ def copy_word(typingctx: Any, source: Any, i: Any, target: Any, j: Any) -> Any:
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         places = [
-            builder.bitcast(
-                _element_pointer(context, builder, sig.args[n], args[n], args[n + 1]), I32.as_pointer()
-            )
+            builder.bitcast(_element_pointer(context, builder, sig.args[n], args[n], args[n + 1]), I32.as_pointer())
             for n in (0, 2)
         ]
         word = builder.load(places[0])

@@ -72,7 +72,7 @@ def jit(function: Callable[..., Any] | None = None, *, cache: bool = True, **opt
     """
     if function is None:
         return functools.partial(jit, cache=cache, **options)
-    has_source = os.path.isfile(function.__code__.co_filename)  # an interactive session's functions have none
+    has_source = Path(function.__code__.co_filename).is_file()  # an interactive session's functions have none
     directory = cache_directory() if cache and has_source else None
     defaults: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     with _cache_location(directory):
@@ -101,7 +101,9 @@ def _cache_location(directory: Path | None) -> Iterator[None]:
             numba.config.CACHE_DIR = before
 
 
-def native_function(function: Callable[..., Any], signature: Any, *, progress: Callable[[str], None] | None = None) -> int:
+def native_function(
+    function: Callable[..., Any], signature: Any, *, progress: Callable[[str], None] | None = None
+) -> int:
     """Compile `function` for C callers, or load it from disk, and return its address, valid as long as the process.
 
     Kernels that call each other by address are compiled each by itself: a large kernel with its callees inlined takes
@@ -139,7 +141,7 @@ def warmup(
     """
     with _compile_lock:
         missing = [sig for sig in signatures if tuple(sig) not in dispatcher.overloads]
-        dispatcher.disable_compile(False)
+        dispatcher.disable_compile(val=False)
         if missing:
             with _cache_file_lock(), _progress_line(dispatcher.py_func.__name__, progress):
                 for signature in missing:
@@ -167,7 +169,7 @@ def _cache_file_lock() -> Iterator[None]:
     try:
         import fcntl
 
-        handle = open(directory / ".lock", "a") if directory else None  # noqa: SIM115
+        handle = (directory / ".lock").open("a") if directory else None
     except (ImportError, OSError):
         handle = None
     if handle is None:

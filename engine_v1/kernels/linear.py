@@ -126,7 +126,18 @@ def linear_store(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, out, out_
         _point(ctx, address(w, w_at) + n * tile_bytes, tile_bytes)
         while m < last:
             lines = min(size, last - m)
-            _product(ctx, lines, 2 * count, x, m * x_stride, x_stride, steps, out, m * out_stride + n * TILE_COLUMNS, out_stride)
+            _product(
+                ctx,
+                lines,
+                2 * count,
+                x,
+                m * x_stride,
+                x_stride,
+                steps,
+                out,
+                m * out_stride + n * TILE_COLUMNS,
+                out_stride,
+            )
             m += lines
         done += count
         task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, grain)

@@ -68,6 +68,10 @@ def num_threads() -> int:
     return max(1, min(available, limit))
 
 
+class ForkedProcessError(RuntimeError):
+    """Kernels were asked of a process that was forked after they had started."""
+
+
 class ParallelEntry:
     """Context in which parallel kernels may be called.
 
@@ -79,17 +83,24 @@ class ParallelEntry:
         self._lock = threading.Lock()
         self._pid: int | None = None  # the process whose threads run, once there are any
 
+    def check_process(self) -> None:
+        """Make sure that this is not the child of a process whose kernel threads had started.
+
+        Raises:
+            ForkedProcessError: it is.
+        """
+        if self._pid not in (None, os.getpid()):
+            raise ForkedProcessError(
+                f"process {os.getpid()} was forked from {self._pid}, which had started its kernel threads; threads do "
+                'not survive a fork. Start the process with multiprocessing.get_context("spawn") (or set '
+                'multiprocessing.set_start_method("spawn")), or build the engine after the fork only.'
+            )
+
     def __enter__(self) -> None:
-        pid = os.getpid()
-        if self._pid != pid:
-            if self._pid is not None:
-                raise RuntimeError(
-                    f"process {pid} was forked from {self._pid}, which had started its kernel threads; threads do not "
-                    'survive a fork. Start the process with multiprocessing.get_context("spawn") (or set '
-                    'multiprocessing.set_start_method("spawn")), or build the engine after the fork only.'
-                )
+        self.check_process()
+        if self._pid is None:
             launch_threads()
-            self._pid = pid
+            self._pid = os.getpid()
         self._lock.acquire()
         numba.set_num_threads(num_threads_cached())
 
@@ -106,7 +117,7 @@ parallel_entry = ParallelEntry()
 @jit(parallel=True)
 def _run(threads, entry, arguments):  # type: ignore[no-untyped-def]
     for thread in prange(threads):
-        call_entry(entry, np.int64(thread), threads, arguments)
+        call_entry(entry, np.int64(thread), threads, arguments)  # type: ignore[call-arg]
 
 
 def warm_up(*, progress: Callable[[str], None] | None = None) -> None:

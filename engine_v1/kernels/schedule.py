@@ -23,7 +23,7 @@ def sync_size(phases: int, threads: int) -> int:
 
 @kernel_part
 def claim(sync, threads, phase, thread, total, grain):  # type: ignore[no-untyped-def]
-    """Return (first, count) of up to `grain` tasks out of [0, total) that nobody else gets; count 0 when none is left."""
+    """Return (first, count) of up to `grain` tasks in [0, total) that nobody else gets; count 0 when none is left."""
     for turn in range(threads):
         owner = (thread + turn) % threads
         first = owner * total // threads

@@ -32,6 +32,7 @@ from engine_v1.kernels.intrinsics import (
 )
 from engine_v1.kernels.jit import native_function
 
+
 def _multiply_add(builder: Any, kind: str, x: Any, w: Any, acc: Any) -> Any:
     """One k step: x and w hold one float32, or a pair of bf16, per lane."""
     if kind == "f32":
@@ -40,9 +41,7 @@ def _multiply_add(builder: Any, kind: str, x: Any, w: Any, acc: Any) -> Any:
         pair = [builder.bitcast(v, VBF_PAIRS) for v in (x, w)]
         return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VF, [acc, *pair])
     for part in ("low", "high"):
-        both = [
-            builder.shl(v, _iconst(16)) if part == "low" else builder.and_(v, _iconst(-65536)) for v in (x, w)
-        ]
+        both = [builder.shl(v, _iconst(16)) if part == "low" else builder.and_(v, _iconst(-65536)) for v in (x, w)]
         acc = _call(builder, "llvm.fma.v16f32", VF, [builder.bitcast(v, VF) for v in both] + [acc])
     return acc
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from engine_v1.config import EngineConfig
+from engine_v1.kernels.parallel import parallel_entry
 from engine_v1.models.llama import LlamaForCausalLM
 from engine_v1.models.loader import LoadedModel
 from engine_v1.worker.backend import Backend, TorchBackend
@@ -15,9 +16,17 @@ _DEFAULT_KV_CACHE_BYTES = 4 << 30  # vLLM's default on CPU; pages are committed 
 
 
 class CpuPlatform:
-    """The host's processors."""
+    """The host's processors.
+
+    Raises:
+        ForkedProcessError: this process was forked after kernels had run.
+    """
 
     device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        # Before anything is loaded: torch's threads do not survive a fork either, and would wait for ever.
+        parallel_entry.check_process()
 
     def kv_cache_memory_bytes(self, gpu_memory_utilization: float) -> int:  # noqa: ARG002 it is a GPU's
         """Return 4 GiB, or half of the available memory where that is less."""

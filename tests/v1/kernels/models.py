@@ -39,9 +39,7 @@ def make_model(*, dtype=torch.float32, seed=0, windows=None, **config):
 def make_decoder(model, *, block_size=16, num_blocks=None, max_num_tokens=512, **options):
     """A decoder with a cache of about 1024 tokens."""
     num_blocks = num_blocks or 1 + -(-1024 // block_size)
-    return CpuDecoder(
-        model, num_blocks=num_blocks, block_size=block_size, max_num_tokens=max_num_tokens, **options
-    )
+    return CpuDecoder(model, num_blocks=num_blocks, block_size=block_size, max_num_tokens=max_num_tokens, **options)
 
 
 class Sequences:

@@ -8,8 +8,8 @@ from engine_v1.kernels import decoder as decoder_module
 from engine_v1.kernels import forward, linear
 from tests.v1.kernels.models import Sequences, make_decoder, make_model, reference_logits, run_whole
 
-# Bounds of a row's error, relative to its norm: (median over rows, any row). In bf16 rows that nearly cancel lose most of
-# their bits: the torch model in bf16 has medians of 0.008 and rows of 0.09 on such models, these kernels 0.006 and 0.1.
+# Bounds of a row's error, relative to its norm: (median over rows, any row). In bf16 rows that nearly cancel lose most
+# of their bits: the torch model has medians of 0.008 and rows of 0.09 on such models, these kernels 0.006 and 0.1.
 # A row computed from a wrong key or weight is off by 0.3 or more; float32 runs the same code and bounds it tightly.
 TOLERANCE = {torch.float32: (2e-6, 2e-5), torch.bfloat16: (0.02, 0.2)}
 DTYPES = list(TOLERANCE)
@@ -161,7 +161,7 @@ def test_ties_go_to_the_lowest_id():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_ends_the_rows_of_its_request_only(dtype):
-    """A token whose embedding is NaN spoils its own and later rows; neighbours, and who gets its blocks, are untouched."""
+    """NaN in a token's embedding reaches its own and later rows, not neighbours nor later owners of its blocks."""
     model = make_model(dtype=dtype)
     model.embed[7] = torch.nan
     decoder = make_decoder(model)

@@ -1,7 +1,9 @@
+import io
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,12 @@ from tests.v1.kernels.models import make_decoder, make_model, run_whole
 
 def run_python(code, **environment):
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+        check=False,
     )
 
 
@@ -106,11 +113,9 @@ numpy.save(sys.stdout.buffer, run_whole(make_decoder(make_model(dtype=torch.bflo
     result = subprocess.run(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
-        env={**os.environ, "ENGINE_V1_DISABLE_BF16_DOT": "1", "PYTHONPATH": os.getcwd()},
+        env={**os.environ, "ENGINE_V1_DISABLE_BF16_DOT": "1", "PYTHONPATH": str(Path.cwd())},
         timeout=300,
         check=True,
     )
-    import io
-
     there = np.load(io.BytesIO(result.stdout))
     assert np.abs(here - there).max() < 0.1
