@@ -45,6 +45,18 @@ def seconds(run: Callable[[], object], repeats: int) -> tuple[float, float]:
     return statistics.median(times), min(times)
 
 
+def added_seconds(decoder: CpuDecoder, base: Callable[..., Any], step: Callable[..., Any], repeats: int) -> float:
+    """Return the median by which `step` takes longer than `base`, one after the other: the machine's pace drifts."""
+    differences = []
+    for _ in range(repeats + 1):
+        times = [time.perf_counter()]
+        for run in (base, step):
+            run(decoder)
+            times.append(time.perf_counter())
+        differences.append(times[2] - 2 * times[1] + times[0])
+    return statistics.median(differences[1:])
+
+
 def make_decoder(dtype: torch.dtype) -> CpuDecoder:
     """A random model of the demo model's shape, and a cache of random keys and values."""
     config = DecoderConfig(
@@ -133,10 +145,10 @@ def bench_attention(decoder: CpuDecoder, dtype: torch.dtype, repeats: int) -> di
     print("\nattention: what a context adds to a step of as many rows")
     print("rows  context   added ms    GB/s of keys and values    GMAC/s")
     for rows, contexts in ((1, (512, 4096, MAX_CONTEXT)), (6, (512, MAX_CONTEXT)), (512, (4096, MAX_CONTEXT))):
-        base, _ = seconds(lambda rows=rows: make_step(rows, rows)(decoder), repeats if rows < 512 else 4)
         for context in contexts:
-            step = make_step(rows, context)
-            added = seconds(lambda step=step: step(decoder), repeats if rows < 512 else 4)[0] - base
+            added = added_seconds(
+                decoder, make_step(rows, rows), make_step(rows, context), repeats if rows < 512 else 4
+            )
             num_bytes = LAYERS * 2 * KV_HEADS * HEAD_DIM * context * torch.finfo(dtype).bits // 8
             pairs = sum(range(context - rows + 1, context + 1)) - sum(range(1, rows + 1))
             macs = LAYERS * HEADS * HEAD_DIM * 2 * pairs

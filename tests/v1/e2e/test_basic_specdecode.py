@@ -241,9 +241,8 @@ def test_bfloat16_is_equal_to_the_last_bit(demo_model_path):
 
 @pytest.mark.slow
 @kernels_only
-@pytest.mark.parametrize("name", VARIATIONS)
-def test_bfloat16_is_equal_to_the_last_bit_on_spec_bench(demo_model_path, spec_bench_questions, name):
+def test_bfloat16_is_equal_to_the_last_bit_on_spec_bench(demo_model_path, spec_bench_questions):
     """The same over 60 prompts of Spec-Bench and 128 tokens each."""
     prompts = templated(demo_model_path, spec_bench_questions)
     params = [SamplingParams(temperature=0.0, max_tokens=128, logprobs=1)] * len(prompts)
-    check_bits(prompts, params, [name])
+    check_bits(prompts, params, VARIATIONS)
