@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from engine_v1.config import EngineConfig
+from engine_v1.kernels.linear import padded
 from engine_v1.kernels.parallel import parallel_entry
 from engine_v1.models.llama import LlamaForCausalLM
 from engine_v1.models.loader import LoadedModel
@@ -33,8 +34,8 @@ class CpuPlatform:
         return min(_DEFAULT_KV_CACHE_BYTES, available_memory_bytes() // 2)
 
     def cached_head_dim(self, head_dim: int) -> int:
-        """Return ``head_dim`` rounded up to the kernels' tiles of 32."""
-        return -(-head_dim // 32) * 32
+        """Return ``head_dim`` rounded up to whole tiles of the kernels."""
+        return padded(head_dim)
 
     def make_backend(self, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int) -> Backend:
         """Return the Numba kernels for the Llama family in bfloat16 or float32, torch for anything else.
@@ -45,21 +46,23 @@ class CpuPlatform:
         wanted = os.environ.get(BACKEND_SWITCH, "")
         if wanted not in ("", "kernels", "torch"):
             raise ValueError(f"{BACKEND_SWITCH}={wanted!r} must be 'kernels' or 'torch'; unset it for the default")
+        model = loaded.model
         # A subclass may compute something else than the kernels do.
-        can_use_kernels = type(loaded.model) is LlamaForCausalLM and loaded.dtype != torch.float16
+        can_use_kernels = type(model) is LlamaForCausalLM and loaded.dtype != torch.float16
         if wanted == "kernels" and not can_use_kernels:
             raise ValueError(
-                f"{BACKEND_SWITCH}='kernels' but there are none for {type(loaded.model).__name__} in {loaded.dtype}; "
+                f"{BACKEND_SWITCH}='kernels' but there are none for {type(model).__name__} in {loaded.dtype}; "
                 "unset it to compute through torch"
             )
-        if wanted == "torch" or not isinstance(loaded.model, LlamaForCausalLM) or not can_use_kernels:
+        if wanted == "torch" or not can_use_kernels:
             return TorchBackend.create(loaded, config, num_blocks=num_blocks, device=self.device)
         from engine_v1.kernels.decoder import CpuDecoder
         from engine_v1.worker.cpu_backend import CpuBackend
 
+        assert isinstance(model, LlamaForCausalLM), "kernels were found to fit"
         return CpuBackend(
             CpuDecoder(
-                loaded.model,
+                model,
                 num_blocks=num_blocks,
                 block_size=config.cache.block_size,
                 max_num_tokens=config.scheduler.max_num_batched_tokens,
