@@ -96,7 +96,7 @@ class ModelBytes:
         return cell.num_requests * cell.context * self.kv_per_token
 
 
-class ScriptedProposer:
+class ScriptedProposer(Proposer):
     """Looks drafts up as usual, then gives every request as many of its own: the model rejects them.
 
     Args:
@@ -114,6 +114,14 @@ class ScriptedProposer:
         self.lookup.propose(requests)
         for request in requests:
             request._spec_token_ids = [self.token_id] * self.num_drafts if request.num_pending_tokens == 1 else []
+
+    def released(self, request: Request) -> None:
+        """See :class:`Proposer`."""
+        self.lookup.released(request)
+
+    def finished(self, request: Request) -> None:
+        """See :class:`Proposer`."""
+        self.lookup.finished(request)
 
 
 class NothingComputed:

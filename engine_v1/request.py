@@ -53,7 +53,7 @@ class Request:
     * ``len(logprobs) == num_output_tokens`` where log probabilities were asked for, else 0.
 
     Only the scheduler writes progress (``num_computed_tokens``, ``output_token_ids``, ``status``); only a proposer
-    fills ``_spec_token_ids``.
+    fills ``_spec_token_ids`` and says in ``_spec_match_length`` and ``_spec_source`` what they rest on.
 
     Args:
         request_id: unique among the unfinished requests of an engine.
@@ -107,6 +107,8 @@ class Request:
         self.logprobs: list[TokenLogprobs] = []
         self.num_computed_tokens = 0
         self._spec_token_ids: list[int] = []  # drafts for the next step
+        self._spec_match_length = 0  # tokens at the end of the text that were found where the drafts come from
+        self._spec_source = ""  # where they come from: "ngram", "suffix", "memory", ...
         self.row = -1  # row of the token table while running
         self.block_hashes: list[bytes] = []  # of the full blocks of all_token_ids
         self.num_cached_tokens = -1  # prefix-cache hit of the first admission; -1 before it

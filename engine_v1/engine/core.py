@@ -41,7 +41,9 @@ class EngineCore:
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[Request]:
         """End requests between two steps; ids that are unknown or have finished are passed over."""
-        return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        aborted = self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        self._tell_proposer(aborted)
+        return aborted
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()
@@ -54,12 +56,27 @@ class EngineCore:
             self.proposer.propose(self.scheduler.running)
         step = self.scheduler.schedule()
         assert step.scheduled, "a step with unfinished requests computes something"
+        self._tell_proposer([self.scheduler.requests[request_id] for request_id in step.preempted_req_ids])
         output = self._execute(step)
-        return self.scheduler.update_from_output(step, output)
+        updated = self.scheduler.update_from_output(step, output)
+        self._tell_proposer([request for request in updated if request.is_finished])
+        return updated
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forget cached prefixes; see :meth:`Scheduler.reset_prefix_cache`."""
-        return self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        running = list(self.scheduler.running)
+        was_reset = self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        self._tell_proposer([request for request in running if request.row < 0])
+        return was_reset
+
+    def _tell_proposer(self, requests: Iterable[Request]) -> None:
+        """Let the proposer know of requests that have lost their rows, and of their end where they have ended."""
+        if self.proposer is None:
+            return
+        for request in requests:
+            self.proposer.released(request)
+            if request.is_finished:
+                self.proposer.finished(request)
 
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run the model; if it fails, run each request by itself so that only those that fail alone end."""

@@ -9,6 +9,7 @@ from numba import boolean, int32, int64
 from engine_v1.core.token_table import TokenTable
 from engine_v1.kernels.jit import jit, warmup
 from engine_v1.request import Request
+from engine_v1.spec_decode.proposer import Proposer
 
 
 def ngram_draft(
@@ -53,6 +54,7 @@ def propose_kernel(
     earliest: bool,  # noqa: FBT001
     drafts: Any,
     counts: Any,
+    matches: Any,
 ) -> None:
     """Write the draft of every request of a batch, at its row.
 
@@ -67,6 +69,7 @@ def propose_kernel(
         earliest: take the first of several matches; otherwise the last that has k tokens after it.
         drafts: int32[num_rows, k], written up to ``counts[row]``.
         counts: int32[num_rows], written at the rows of this batch only.
+        matches: int32[num_rows], the n of each match, likewise; 0 where there is none.
 
     Cost: one pass over a request's tokens, 0.6 to 0.9 ns each (AMD EPYC, ``benchmarks/bench_proposer.py``),
     less where a match of max_n tokens ends it early. Nothing is allocated.
@@ -99,6 +102,7 @@ def propose_kernel(
         for j in range(count):
             drafts[row, j] = tokens[best_end + j]
         counts[row] = count
+        matches[row] = best_n if best_end < length else 0
 
 
 # The one form in which the kernel is compiled; the arguments in order.
@@ -113,10 +117,11 @@ KERNEL_SIGNATURE = (
     boolean,
     int32[:, ::1],
     int32[::1],
+    int32[::1],
 )
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Draft for every running request by the n-gram rule, one kernel call per step.
 
     Args:
@@ -152,6 +157,7 @@ class NgramProposer:
         self._caps = np.zeros(num_rows, np.int32)
         self._drafts = np.zeros((num_rows, num_speculative_tokens), np.int32)
         self._counts = np.zeros(num_rows, np.int32)
+        self._matches = np.zeros(num_rows, np.int32)
 
         # Compiled, then run once over a whole row: the first request waits for nothing.
         warmup(propose_kernel, [KERNEL_SIGNATURE])
@@ -180,6 +186,8 @@ class NgramProposer:
         for request in eligible:
             row = request.row
             request._spec_token_ids = self._drafts[row].tolist()[: self._counts[row]]
+            request._spec_match_length = int(self._matches[row])
+            request._spec_source = "ngram"
 
     def _lookup(self, num_requests: int) -> None:
         propose_kernel(
@@ -190,4 +198,5 @@ class NgramProposer:
             *self._rule,
             self._drafts,
             self._counts,
+            self._matches,
         )

@@ -69,6 +69,7 @@ def kernel_drafts(rows, *, min_n, max_n, k, tie, caps=None, row_order=None):
         tie == "earliest",
         drafts,
         counts,
+        np.zeros(len(rows), np.int32),
     )
     for row in range(len(rows)):
         assert (drafts[row, counts[row] :] == -9).all(), "the kernel writes no further than its count"
@@ -248,15 +249,23 @@ class TestEligibility:
         proposer.propose([full, free])
         assert (full._spec_token_ids, free._spec_token_ids) == ([], [3, 1])
 
+    @pytest.mark.parametrize("tokens,expected", [([1, 2, 3, 1, 2], 2), ([4, 5, 3, 1, 3], 1), ([1, 2, 3], 0)])
+    def test_the_match_length_is_the_n_that_was_found(self, tokens, expected):
+        """With a draft come the length of its match and its source."""
+        table = TokenTable(1, 8)
+        request = run_request(table, tokens)
+        make_proposer(table, min_n=1, max_n=4).propose([request])
+        assert (request._spec_match_length, request._spec_source) == (expected, "ngram")
+
     def test_nothing_else_of_a_request_is_written(self):
         """Drafting reads tokens and progress and leaves both alone; drafts are plain ints."""
         table = TokenTable(1, 8)
         proposer = make_proposer(table)
         request = run_request(table, [1, 2, 3, 1, 2])
         token_ids = table.token_ids.copy()
-        before = {name: value for name, value in vars(request).items() if name != "_spec_token_ids"}
+        before = {name: value for name, value in vars(request).items() if not name.startswith("_spec_")}
         proposer.propose([request])
-        assert {name: value for name, value in vars(request).items() if name != "_spec_token_ids"} == before
+        assert {name: value for name, value in vars(request).items() if not name.startswith("_spec_")} == before
         assert (table.token_ids == token_ids).all()
         assert [type(token) for token in request._spec_token_ids] == [int, int]
 

@@ -1,0 +1,83 @@
+"""What the engine's step tells the proposer about requests that come and go."""
+
+from engine_v1.core.scheduler_output import ModelRunnerOutput
+from engine_v1.engine.core import EngineCore
+from engine_v1.spec_decode.proposer import Proposer
+from tests.factories import make_request, make_scheduler
+
+
+class Diary(Proposer):
+    """Drafts nothing and notes what it is told."""
+
+    def __init__(self):
+        self.notes = []
+
+    def propose(self, requests):
+        for request in requests:
+            request._spec_token_ids = []
+
+    def released(self, request):
+        assert request.row == -1
+        self.notes.append(("released", request.request_id))
+
+    def finished(self, request):
+        assert request.is_finished
+        self.notes.append(("finished", request.request_id, len(request.output_token_ids)))
+
+
+class CountingRunner:
+    """Samples token 1 for every request that samples."""
+
+    def execute_model(self, step):
+        return ModelRunnerOutput(sampled_token_ids={s.request_id: [1] for s in step.scheduled if s.samples})
+
+
+def make_core(**options):
+    """Return an engine over a scheduler of four-token blocks, and the diary of its proposer."""
+    diary = Diary()
+    return EngineCore(make_scheduler(block_size=4, **options), CountingRunner(), diary), diary
+
+
+def run(core):
+    while core.has_unfinished_requests():
+        core.step()
+
+
+class TestProposerHooks:
+    def test_an_ended_request_is_released_then_finished(self):
+        """Both are told once, with all tokens committed."""
+        core, diary = make_core()
+        core.add_request(make_request("r0", 5, max_tokens=3))
+        run(core)
+        assert diary.notes == [("released", "r0"), ("finished", "r0", 3)]
+
+    def test_a_preempted_request_is_released_and_finishes_later(self):
+        """Each preemption is told; the end comes once per request."""
+        core, diary = make_core(num_blocks=8, enable_prefix_caching=False)
+        for i in range(3):
+            core.add_request(make_request(f"r{i}", 6, max_tokens=10))
+        run(core)
+        assert core.scheduler.num_preemptions > 0
+        assert sum(note[0] == "released" for note in diary.notes) == 3 + core.scheduler.num_preemptions
+        assert sorted(note for note in diary.notes if note[0] == "finished") == [
+            ("finished", f"r{i}", 10) for i in range(3)
+        ]
+
+    def test_an_aborted_request_is_finished_too(self):
+        """Whether it ran or not, and not twice."""
+        core, diary = make_core(max_num_seqs=1)
+        core.add_request(make_request("r0", 5))
+        core.add_request(make_request("r1", 5))
+        core.step()
+        core.abort_requests(["r0", "r1", "r0"])
+        assert diary.notes == [("released", "r0"), ("finished", "r0", 1), ("released", "r1"), ("finished", "r1", 0)]
+
+    def test_resetting_the_cache_under_running_requests_releases_them(self):
+        """They are told as preempted, and run on."""
+        core, diary = make_core()
+        core.add_request(make_request("r0", 5, max_tokens=3))
+        core.step()
+        assert core.reset_prefix_cache(reset_running_requests=True)
+        assert diary.notes == [("released", "r0")]
+        run(core)
+        assert diary.notes[1:] == [("released", "r0"), ("finished", "r0", 3)]
