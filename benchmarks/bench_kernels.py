@@ -177,6 +177,7 @@ def bench_vocabulary(decoder: CpuDecoder, bandwidth: ReadBandwidth, repeats: int
         rows_wanted = SamplingRows(
             temperature=np.ones(16), top_k=np.full(16, top_k, np.int32), top_p=np.full(16, top_p),
             seed=np.arange(16, dtype=np.uint64), sample_index=np.zeros(16, np.int64), output_index=np.arange(16),
+            mask_index=np.full(16, -1, np.int32),
         )  # fmt: skip
         ours = seconds(lambda r=rows_wanted: KERNEL_SAMPLER.sample(logits, r), repeats)[0] / 16
         theirs = seconds(lambda r=rows_wanted: Sampler().sample(torch.from_numpy(logits), r), 3)[0] / 16

@@ -37,7 +37,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "stream_interval": (None, 1),
     "structured_outputs": (None,),
     "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
     "extra_args": (None, {}),
     "bad_words": (None, []),
     "skip_reading_prefix_cache": (None, False),
@@ -93,7 +92,7 @@ class SamplingParams:
     skip_clone: bool = False  # vLLM's permission not to copy these parameters; they are copied all the same
     structured_outputs: Any = None
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None  # nothing else may be chosen
     extra_args: dict[str, Any] | None = None
     bad_words: list[str] | None = None
     skip_reading_prefix_cache: bool | None = None
@@ -113,6 +112,7 @@ class SamplingParams:
         self._normalise()
         self._check_numbers()
         self._check_stopping()
+        self._check_tokens()
         if self.greedy:
             if self.n > 1:
                 raise ValueError(f"n must be 1 when using greedy sampling, got {self.n}.")
@@ -193,6 +193,13 @@ class SamplingParams:
             )
         for token_id in self.stop_token_ids or ():
             check_int("stop_token_ids", token_id, 0)
+
+    def _check_tokens(self) -> None:
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids is not None and empty!")
+            for token_id in self.allowed_token_ids:
+                check_int("allowed_token_ids", token_id, 0)
 
 
 def _check_logprobs(name: str, value: object) -> None:

@@ -145,7 +145,7 @@ def build_engine_core(config: EngineConfig, model_directory: Path, decoder_confi
         )
     backend = platform.make_backend(loaded, config, num_blocks=num_blocks)
     logger.info("computing through %s", backend.describe())
-    runner = GPUModelRunner(backend, token_table, block_size=block_size)
+    runner = GPUModelRunner(backend, token_table, block_size=block_size, vocab_size=decoder_config.vocab_size)
     return EngineCore(scheduler, runner, proposer)
 
 

@@ -255,11 +255,12 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams) -> None:
         """Check what parameters ask of this model."""
         vocab_size = self._token_ids.vocab_size
-        for token_id in params.stop_token_ids or ():
-            if token_id >= vocab_size:
-                raise ValueError(
-                    f"stop_token_ids: {token_id} is outside the vocabulary; ids go from 0 to {vocab_size - 1}."
-                )
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= vocab_size:
+                    raise ValueError(
+                        f"{name}: {token_id} is outside the vocabulary; ids go from 0 to {vocab_size - 1}."
+                    )
         if params.logprobs is not None and params.logprobs > vocab_size:
             raise ValueError(f"logprobs must be at most the vocabulary's {vocab_size} tokens, got {params.logprobs}.")
         if params.stop_strings and self._tokenizer is None:

@@ -119,28 +119,48 @@ def _draw(logits, best, temperature, top_k, top_p, number, weights, bins):  # ty
     return last
 
 
+@jit(cache=False)
+def _copy_masked(logits, mask, out):  # type: ignore[no-untyped-def]
+    """Copy a row, with minus infinity where the mask has no bit."""
+    for i in range(logits.shape[0]):
+        out[i] = logits[i] if (mask[i >> 5] >> np.uint32(i & 31)) & np.uint32(1) else np.float32(-np.inf)
+
+
 @jit(parallel=True)
-def sample_rows(logits, temperature, top_k, top_p, numbers, weights, bins, token_ids, best):  # type: ignore[no-untyped-def]
+def sample_rows(  # type: ignore[no-untyped-def]
+    logits, masks, mask_index, temperature, top_k, top_p, numbers, values, weights, bins, token_ids, status
+):
     """Draw a token for each row, the arg-max where the temperature is 0.
 
     Args:
         logits: float32[num_rows, vocab_size].
+        masks: uint32[num_masks, words].
+        mask_index: int32[num_rows], -1 for none.
         temperature: float64[num_rows].
         top_k: int32[num_rows], 0 for all.
         top_p: float64[num_rows].
         numbers: float64[num_rows], one uniform number each.
+        values: float32[threads, vocab_size], scratch.
         weights: float64[threads, vocab_size], scratch.
         bins: float64[threads, BINS], scratch.
         token_ids: int64[num_rows], written.
-        best: float32[num_rows], written: the largest logit, NaN where any is.
+        status: int8[num_rows], written: 0, or 1 where the largest logit is not finite, 2 where the mask leaves none.
     """
     for row in prange(logits.shape[0]):
-        index, value = _argmax(logits[row])
-        best[row] = value
-        if temperature[row] > 0.0 and np.isfinite(value):
-            thread = get_thread_id()
+        thread = get_thread_id()
+        row_values = values[thread]
+        index, best = _argmax(logits[row])
+        status[row] = 0 if np.isfinite(best) else 1
+        if mask_index[row] >= 0:
+            _copy_masked(logits[row], masks[mask_index[row]], row_values)
+            if status[row] == 0:
+                index, best = _argmax(row_values)
+                status[row] = 0 if np.isfinite(best) else 2
+        else:
+            row_values = logits[row]
+        if temperature[row] > 0.0 and status[row] == 0:
             index = _draw(
-                logits[row], np.float64(value), temperature[row], top_k[row], top_p[row], numbers[row],
+                row_values, np.float64(best), temperature[row], top_k[row], top_p[row], numbers[row],
                 weights[thread], bins[thread],
             )  # fmt: skip
         token_ids[row] = index
@@ -181,7 +201,7 @@ def _array(dtype: types.Type, ndim: int) -> types.Array:
 
 f32, f64, i32, i64 = types.float32, types.float64, types.int32, types.int64
 SAMPLE_ROWS = (
-    types.Array(f32, 2, "A"), _array(f64, 1), _array(i32, 1), _array(f64, 1), _array(f64, 1), _array(f64, 2),
-    _array(f64, 2), _array(i64, 1), _array(f32, 1),
+    types.Array(f32, 2, "A"), _array(types.uint32, 2), _array(i32, 1), _array(f64, 1), _array(i32, 1), _array(f64, 1),
+    _array(f64, 1), types.Array(f32, 2, "A"), _array(f64, 2), _array(f64, 2), _array(i64, 1), _array(types.int8, 1),
 )  # fmt: skip
 LOGPROB_FACTS = (_array(f32, 1), i64, i64, _array(f64, 1))

@@ -9,6 +9,7 @@ from engine_v1.kernels.parallel import num_threads, parallel_entry
 from engine_v1.kernels.sampling import BINS, LOGPROB_FACTS, SAMPLE_ROWS, logprob_facts, sample_rows
 from engine_v1.sample.rng import uniforms
 from engine_v1.sample.sampler import SamplingRows
+from engine_v1.sample.token_masks import num_mask_words
 
 
 class KernelSampler:
@@ -22,12 +23,14 @@ class KernelSampler:
         warmup(sample_rows, [SAMPLE_ROWS])
         warmup(logprob_facts, [LOGPROB_FACTS])
         threads = num_threads()
+        self._no_masks = np.zeros((0, num_mask_words(vocab_size)), np.uint32)
+        self._values = np.zeros((threads, vocab_size), np.float32)
         self._weights = np.zeros((threads, vocab_size), np.float64)
         self._bins = np.zeros((threads, BINS), np.float64)
 
     def sample(
         self, logits: npt.NDArray[np.float32], rows: SamplingRows
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
         """Draw a token for each row; see :meth:`engine_v1.sample.sampler.Sampler.sample`.
 
         Args:
@@ -35,13 +38,24 @@ class KernelSampler:
             rows: the parameters.
         """
         token_ids = np.empty(len(logits), np.int64)
-        best = np.empty(len(logits), np.float32)
+        status = np.empty(len(logits), np.int8)
         numbers = uniforms(rows.seed, rows.sample_index, rows.output_index)
         with parallel_entry:
             sample_rows(
-                logits, rows.temperature, rows.top_k, rows.top_p, numbers, self._weights, self._bins, token_ids, best
+                logits,
+                self._no_masks if rows.masks is None else rows.masks,
+                rows.mask_index,
+                rows.temperature,
+                rows.top_k,
+                rows.top_p,
+                numbers,
+                self._values,
+                self._weights,
+                self._bins,
+                token_ids,
+                status,
             )
-        return token_ids, np.isfinite(best)
+        return token_ids, status
 
     def logprobs(self, logits: npt.NDArray[np.float32], token_id: int, num_logprobs: int) -> TokenLogprobs:
         """Return a row's log probabilities; see :func:`engine_v1.sample.logprobs.token_logprobs`.

@@ -1,19 +1,29 @@
 """Turns logits into tokens, each row by itself."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine_v1.sample.rng import uniforms
+from engine_v1.sample.token_masks import allowed_tokens
 
 _FIRST_CANDIDATES = 64  # probabilities looked at first for top-p; eight times more each time they do not suffice
 
 
+class RowStatus(IntEnum):
+    """What became of a row."""
+
+    OK = 0
+    NOT_FINITE = 1  # the largest logit is NaN or infinite
+    NO_TOKEN = 2  # there were logits, but no token may be chosen
+
+
 @dataclass(slots=True)
 class SamplingRows:
-    """What the rows of a step are to be sampled with; all arrays have length num_rows."""
+    """What the rows of a step are to be sampled with; arrays have length num_rows where nothing else is said."""
 
     temperature: npt.NDArray[np.float64]  # 0 is greedy
     top_k: npt.NDArray[np.int32]  # 0 keeps all
@@ -21,6 +31,13 @@ class SamplingRows:
     seed: npt.NDArray[np.uint64]
     sample_index: npt.NDArray[np.int64]
     output_index: npt.NDArray[np.int64]  # the output token that the row decides
+    mask_index: npt.NDArray[np.int32]  # which of the masks applies, -1: none
+    masks: npt.NDArray[np.uint32] | None = None  # [num_masks, words]; see sample/token_masks.py
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether every row is the arg-max of the logits as they are."""
+        return self.masks is None and not self.temperature.any()
 
 
 class Sampler:
@@ -32,25 +49,51 @@ class Sampler:
     rejection sampling does for a drafter without probabilities, and emits what plain decoding with the same seed would.
     """
 
-    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
         """Draw a token for each row.
 
         Args:
-            logits: float32[num_rows, vocab_size].
+            logits: float32[num_rows, vocab_size], not changed.
             rows: the parameters.
 
         Returns:
-            int64[num_rows] tokens, and bool[num_rows]: whether the row's logits were usable (their maximum finite).
+            int64[num_rows] tokens, and int8[num_rows]: each row's :class:`RowStatus`; where it is not OK the token
+            means nothing.
         """
-        best, tokens = logits.max(dim=-1)
-        usable = torch.isfinite(best).cpu().numpy()
+        processed = _apply_masks(logits, rows)
+        tokens = processed.max(dim=-1).indices
+        status = _statuses(logits, processed)
         token_ids: npt.NDArray[np.int64] = tokens.cpu().numpy().astype(np.int64)
-        drawn = np.flatnonzero((rows.temperature > 0) & usable)
+        drawn = np.flatnonzero((rows.temperature > 0) & (status == RowStatus.OK))
         if drawn.size:
             numbers = uniforms(rows.seed[drawn], rows.sample_index[drawn], rows.output_index[drawn])
             for i, number in zip(drawn, numbers, strict=True):
-                token_ids[i] = draw(logits[i], rows.temperature[i], int(rows.top_k[i]), rows.top_p[i], number)
-        return token_ids, usable
+                token_ids[i] = draw(processed[i], rows.temperature[i], int(rows.top_k[i]), rows.top_p[i], number)
+        return token_ids, status
+
+
+def _apply_masks(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Return the logits with minus infinity where a row's mask has no bit; the logits themselves where none has one."""
+    if rows.masks is None:
+        return logits
+    processed = logits.clone()
+    for i in np.flatnonzero(rows.mask_index >= 0):
+        allowed = torch.from_numpy(allowed_tokens(rows.masks[rows.mask_index[i]], logits.shape[1])).to(logits.device)
+        processed[i].masked_fill_(~allowed, -torch.inf)
+    return processed
+
+
+def _statuses(logits: torch.Tensor, processed: torch.Tensor) -> npt.NDArray[np.int8]:
+    """Return each row's status: what the model gave is judged first, then what processing left of it."""
+    finite = torch.isfinite(logits.max(dim=-1).values).cpu().numpy()
+    if processed is logits:
+        return np.where(finite, RowStatus.OK, RowStatus.NOT_FINITE).astype(np.int8)
+    best = processed.max(dim=-1).values.cpu().numpy()
+    return np.select(
+        [~finite, np.isneginf(best), ~np.isfinite(best)],
+        [RowStatus.NOT_FINITE, RowStatus.NO_TOKEN, RowStatus.NOT_FINITE],
+        RowStatus.OK,
+    ).astype(np.int8)
 
 
 def draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, number: float) -> int:

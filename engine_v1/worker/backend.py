@@ -32,7 +32,7 @@ class Backend(Protocol):
 
     def sample(
         self, indices: npt.NDArray[np.int64], rows: SamplingRows, *, keep_logits: bool
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
         """Draw a token for some rows of the step.
 
         Args:
@@ -41,7 +41,7 @@ class Backend(Protocol):
             keep_logits: whether :meth:`logprobs` will be asked about them.
 
         Returns:
-            int64[num_sampled] tokens, and bool[num_sampled]: whether the row's logits were usable.
+            int64[num_sampled] tokens, and int8[num_sampled]: each row's :class:`RowStatus`.
         """
         ...
 
@@ -97,7 +97,7 @@ class TorchBackend:
     @torch.inference_mode()
     def sample(
         self, indices: npt.NDArray[np.int64], rows: SamplingRows, *, keep_logits: bool
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
         """See :class:`Backend`."""
         logits = self.model.compute_logits(self._hidden[self._to_device(indices)])
         self._logits = logits if keep_logits else torch.empty(0)

@@ -9,7 +9,7 @@ from engine_v1.kernels.decoder import CpuDecoder
 from engine_v1.kernels.intrinsics import describe
 from engine_v1.kernels.parallel import launch_threads, num_threads
 from engine_v1.sample.kernel_sampler import KernelSampler
-from engine_v1.sample.sampler import SamplingRows
+from engine_v1.sample.sampler import RowStatus, SamplingRows
 
 
 class CpuBackend:
@@ -32,11 +32,13 @@ class CpuBackend:
 
     def sample(
         self, indices: npt.NDArray[np.int64], rows: SamplingRows, *, keep_logits: bool
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """See :class:`Backend`. Where every row is greedy and no log probabilities are wanted, no logits are stored."""
-        if not keep_logits and not rows.temperature.any():
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
+        """See :class:`Backend`. Rows that are all plainly greedy, without log probabilities, store no logits."""
+        if not keep_logits and rows.plain_greedy:
             token_ids, best = self.decoder.greedy(indices)
-            return token_ids.astype(np.int64), np.isfinite(best)
+            return token_ids.astype(np.int64), np.where(np.isfinite(best), RowStatus.OK, RowStatus.NOT_FINITE).astype(
+                np.int8
+            )
         self._logits = self.decoder.logits(indices)
         return self.sampler.sample(self._logits, rows)
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.core.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from engine_v1.core.token_table import TokenTable
+from engine_v1.sample.sampler import RowStatus
 from engine_v1.worker.backend import Backend
 from engine_v1.worker.input_batch import InputBatch
 
@@ -34,14 +35,15 @@ class GPUModelRunner:
         backend: the model and its KV cache on a device.
         token_table: the tokens of the running requests, by row.
         block_size: tokens per KV block.
+        vocab_size: columns of the logits.
     """
 
-    def __init__(self, backend: Backend, token_table: TokenTable, *, block_size: int) -> None:
+    def __init__(self, backend: Backend, token_table: TokenTable, *, block_size: int, vocab_size: int) -> None:
         self.backend = backend
         self.token_table = token_table
         self.block_size = block_size
         num_rows, max_model_len = token_table.token_ids.shape
-        self.input_batch = InputBatch(num_rows, -(-max_model_len // block_size))
+        self.input_batch = InputBatch(num_rows, -(-max_model_len // block_size), vocab_size)
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute a step. Running it again, or a part of it, gives the same: it writes nothing but KV slots."""
@@ -51,12 +53,12 @@ class GPUModelRunner:
         if inputs.sample_indices.size == 0:
             return ModelRunnerOutput()
         num_logprobs = self.input_batch.num_logprobs
-        token_ids, usable = self.backend.sample(
+        token_ids, status = self.backend.sample(
             inputs.sample_indices,
             self.input_batch.sampling_rows(inputs.sample_rows, inputs.positions[inputs.sample_indices]),
             keep_logits=bool((num_logprobs[inputs.sample_rows] >= 0).any()),
         )
-        return self._verify(step.scheduled, token_ids, usable)
+        return self._verify(step.scheduled, token_ids, status)
 
     def _prepare_inputs(self, scheduled: list[ScheduledRequest]) -> StepInputs:
         """Lay out tokens, drafts, positions, slots and the rows to sample.
@@ -103,7 +105,7 @@ class GPUModelRunner:
         self,
         scheduled: list[ScheduledRequest],
         token_ids: npt.NDArray[np.int64],
-        usable: npt.NDArray[np.bool_],
+        status: npt.NDArray[np.int8],
     ) -> ModelRunnerOutput:
         """Keep each request's drafts while they equal what was sampled, and the first token that differs.
 
@@ -120,10 +122,10 @@ class GPUModelRunner:
                 if draft != token:
                     break
                 num_kept += 1
-            bad = np.flatnonzero(~usable[start : start + num_kept])
+            bad = np.flatnonzero(status[start : start + num_kept])
             if bad.size:  # what came before it is good, as it would be without drafts
                 num_kept = int(bad[0])
-                output.errors[s.request_id] = "the model's logits are not finite (NaN or infinity)"
+                output.errors[s.request_id] = self._error(s.row, status[start + num_kept])
             output.sampled_token_ids[s.request_id] = sampled[:num_kept]
             num_logprobs = int(self.input_batch.num_logprobs[s.row])
             if num_logprobs >= 0:
@@ -132,3 +134,10 @@ class GPUModelRunner:
                 ]
             start += len(sampled)
         return output
+
+    def _error(self, row: int, status: int) -> str:
+        """Say why nothing could be sampled for a row of the table."""
+        if status == RowStatus.NO_TOKEN:
+            by = ", ".join(self.input_batch.restrictions[row])
+            return f"no token may be chosen here: {by} leave none of the vocabulary; loosen one of them"
+        return "the model's logits are not finite (NaN or infinity)"

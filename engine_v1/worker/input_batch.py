@@ -5,6 +5,9 @@ import numpy.typing as npt
 
 from engine_v1.core.scheduler_output import NewRequestData, SchedulerOutput
 from engine_v1.sample.sampler import SamplingRows
+from engine_v1.sample.token_masks import TokenMask, token_mask
+
+_RESTRICTIONS = ("allowed_token_ids",)
 
 
 class InputBatch:
@@ -13,9 +16,11 @@ class InputBatch:
     Args:
         num_rows: as many as the token table has.
         max_blocks_per_row: blocks that the longest request holds.
+        vocab_size: columns of the logits.
     """
 
-    def __init__(self, num_rows: int, max_blocks_per_row: int) -> None:
+    def __init__(self, num_rows: int, max_blocks_per_row: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
         self.block_table: npt.NDArray[np.int32] = np.zeros((num_rows, max_blocks_per_row), np.int32)
         self.num_prompt_tokens: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.temperature: npt.NDArray[np.float64] = np.zeros(num_rows, np.float64)
@@ -23,6 +28,9 @@ class InputBatch:
         self.top_p: npt.NDArray[np.float64] = np.ones(num_rows, np.float64)
         self.seed: npt.NDArray[np.uint64] = np.zeros(num_rows, np.uint64)
         self.sample_index: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.masks: dict[int, TokenMask] = {}  # row -> the tokens that allowed_token_ids leaves, where it is given
+        # Row -> the parameters that can leave no token to choose.
+        self.restrictions: list[list[str]] = [[] for _ in range(num_rows)]
         self.num_logprobs: npt.NDArray[np.int32] = np.full(num_rows, -1, np.int32)  # -1: none asked for
 
     def update(self, step: SchedulerOutput) -> None:
@@ -42,6 +50,10 @@ class InputBatch:
         self.seed[row] = new.seed
         self.sample_index[row] = new.sample_index
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.restrictions[row] = [name for name in _RESTRICTIONS if getattr(params, name)]
+        self.masks.pop(row, None)
+        if params.allowed_token_ids is not None:
+            self.masks[row] = token_mask(params.allowed_token_ids, self.vocab_size)
 
     def sampling_rows(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> SamplingRows:
         """Return what to sample with.
@@ -50,6 +62,7 @@ class InputBatch:
             rows: int32[num_sampled], row of each sampled position.
             positions: int64[num_sampled], the position whose logits are sampled; they decide the token after it.
         """
+        mask_index, masks = self._masks_of(rows)
         return SamplingRows(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -57,4 +70,16 @@ class InputBatch:
             seed=self.seed[rows],
             sample_index=self.sample_index[rows],
             output_index=positions + 1 - self.num_prompt_tokens[rows],
+            mask_index=mask_index,
+            masks=masks,
         )
+
+    def _masks_of(self, rows: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32] | None]:
+        """Return which mask each sampled position has, and the masks of this step; rows of a request share one."""
+        mask_index = np.full(len(rows), -1, np.int32)
+        masked = [row for row in dict.fromkeys(rows.tolist()) if row in self.masks] if self.masks else []
+        if not masked:
+            return mask_index, None
+        for i, row in enumerate(masked):
+            mask_index[rows == row] = i
+        return mask_index, np.stack([self.masks[row] for row in masked])

@@ -82,6 +82,8 @@ def test_defaults_are_those_of_vllm():
         ({"seed": 2**64}, "seed must be at most"),
         ({"n": 0}, "n must be at least 1, got 0."),
         ({"n": 2, "temperature": 0.0}, "n must be 1 when using greedy sampling, got 2."),
+        ({"allowed_token_ids": []}, "allowed_token_ids is not None and empty!"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids must be at least 0, got -1"),
         ({"ignore_eos": "no"}, "ignore_eos must be True or False"),
     ],
 )
@@ -107,7 +109,6 @@ def test_bad_values_raise(given, message):
         {"output_kind": RequestOutputKind.DELTA},
         {"structured_outputs": {"json": {}}},
         {"logit_bias": {1: 1.0}},
-        {"allowed_token_ids": [1]},
         {"extra_args": {"a": 1}},
         {"bad_words": ["a"]},
         {"skip_reading_prefix_cache": True},

@@ -126,6 +126,12 @@ def test_drafts_leave_room_for_the_steps_own_token(cycle_model, max_tokens, toke
     assert output.spec_decode_metrics.num_draft_tokens == drafted
 
 
+def test_allowed_token_ids(cycle_model):
+    """The cycle cannot reach 5: the best of what is allowed is taken instead, also where 5 was drafted."""
+    output = both(cycle_model, max_tokens=12, allowed_token_ids=[t for t in range(32) if t != 5])
+    assert output.token_ids == [3, 4, 6, 7, 8, 9, 0, 1, 2, 3, 4, 6]
+
+
 def test_logprobs_of_accepted_drafts_are_the_models(cycle_model):
     """Each of 12 entries has the chosen token at -0.008067 and the next best at -5.008067."""
     output = both(cycle_model, max_tokens=12, logprobs=2)

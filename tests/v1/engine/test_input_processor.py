@@ -141,6 +141,10 @@ def test_params_are_copied():
 @pytest.mark.parametrize(
     "params,message",
     [
+        (
+            SamplingParams(allowed_token_ids=[256]),
+            "allowed_token_ids: 256 is outside the vocabulary; ids go from 0 to 255",
+        ),
         (SamplingParams(stop_token_ids=[256]), "stop_token_ids: 256 is outside the vocabulary"),
         (SamplingParams(logprobs=257), "logprobs must be at most the vocabulary's 256 tokens"),
         ([SamplingParams()] * 2, "The lengths of prompts and params must be the same, got 1 prompts and 2 params"),

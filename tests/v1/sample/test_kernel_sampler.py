@@ -26,10 +26,10 @@ def test_draws_are_those_of_the_definition(temperature, top_k, top_p, vocab_size
     """Every case of temperature, top-k and top-p gives the torch sampler's tokens, equal logits included."""
     logits = random_logits(32, vocab_size, seed=vocab_size, ties=ties)
     rows = make_rows(32, temperature=temperature, top_k=top_k, top_p=top_p, output_index=np.arange(32))
-    tokens, usable = SAMPLERS[vocab_size].sample(logits, rows)
+    tokens, status = SAMPLERS[vocab_size].sample(logits, rows)
     expected, _ = Sampler().sample(torch.from_numpy(logits), rows)
     assert tokens.tolist() == expected.tolist()
-    assert usable.all()
+    assert not status.any()
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,6 +50,23 @@ def test_a_row_is_the_same_alone_and_in_any_batch(data):
         assert alone[0] == together[i]
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_masks_are_those_of_the_definition(data):
+    """Masked, unmasked and wholly masked rows give the torch sampler's tokens and statuses."""
+    n, rng = 12, np.random.default_rng(data.draw(st.integers(0, 999)))
+    logits = random_logits(n, 300, seed=data.draw(st.integers(0, 99)))
+    masks = rng.integers(0, 2**32, (4, 10), np.uint32) & rng.integers(0, 2**32, (4, 10), np.uint32)
+    masks[3] = 0
+    rows = make_rows(
+        n, temperature=rng.choice([0.0, 1.0], n), mask_index=rng.integers(-1, 4, n), masks=masks, seed=np.arange(n)
+    )
+    tokens, status = SAMPLERS[300].sample(logits, rows)
+    expected, expected_status = Sampler().sample(torch.from_numpy(logits), rows)
+    assert status.tolist() == expected_status.tolist()
+    assert tokens[status == 0].tolist() == expected[status == 0].tolist()
+
+
 def test_signed_zeros_and_infinities_keep_their_order():
     """-0.0 equals 0.0, and tokens at minus infinity are never drawn."""
     logits = np.array([[-0.0, 0.0, -np.inf, -1.0, -np.inf]], np.float32).repeat(64, 0)
@@ -64,8 +81,8 @@ def test_rows_without_a_finite_maximum_are_reported():
     """NaN and infinity make their row unusable and no other."""
     logits = random_logits(4, 7)
     logits[1, 3], logits[2, 0] = np.nan, np.inf
-    _, usable = SAMPLERS[7].sample(logits, make_rows(4, temperature=[0.0, 0.0, 1.0, 1.0]))
-    assert usable.tolist() == [True, False, False, True]
+    _, status = SAMPLERS[7].sample(logits, make_rows(4, temperature=[0.0, 0.0, 1.0, 1.0]))
+    assert status.tolist() == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("ties", [False, True])

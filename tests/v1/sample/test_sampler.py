@@ -4,17 +4,26 @@ import numpy as np
 import pytest
 import torch
 
-from engine_v1.sample.sampler import Sampler, SamplingRows, draw
+from engine_v1.sample.sampler import RowStatus, Sampler, SamplingRows, draw
+from engine_v1.sample.token_masks import token_mask
 
 
 def make_rows(n, **values):
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 0, "sample_index": 0, "output_index": 0}
-    dtypes = {"top_k": np.int32, "seed": np.uint64, "sample_index": np.int64, "output_index": np.int64}
+    defaults = {
+        "temperature": (1.0, np.float64),
+        "top_k": (0, np.int32),
+        "top_p": (1.0, np.float64),
+        "seed": (0, np.uint64),
+        "sample_index": (0, np.int64),
+        "output_index": (0, np.int64),
+        "mask_index": (-1, np.int32),
+    }
     return SamplingRows(
         **{
-            name: np.broadcast_to(np.asarray(values.get(name, default), dtypes.get(name, np.float64)), n).copy()
-            for name, default in defaults.items()
-        }
+            name: np.broadcast_to(np.asarray(values.get(name, default), dtype), n).copy()
+            for name, (default, dtype) in defaults.items()
+        },
+        masks=values.get("masks"),
     )
 
 
@@ -116,8 +125,23 @@ def test_rows_without_a_finite_maximum_are_reported():
     """NaN and infinite logits make their row unusable and no other."""
     logits = torch.zeros(4, 10)
     logits[1, 3], logits[2, 0] = math.nan, math.inf
-    _, usable = Sampler().sample(logits, make_rows(4, temperature=[0.0, 0.0, 1.0, 1.0]))
-    assert usable.tolist() == [True, False, False, True]
+    _, status = Sampler().sample(logits, make_rows(4, temperature=[0.0, 0.0, 1.0, 1.0]))
+    assert status.tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_tokens_of_the_mask_are_chosen(temperature):
+    """A row with a mask gives one of its tokens, though another is far likelier; a row without one is untouched."""
+    logits = torch.zeros(40, 70)
+    logits[:, 3] = 50.0
+    masks = np.stack([token_mask([1, 40, 69], 70), token_mask([], 70)])
+    index = np.array([0] * 38 + [-1, 1])
+    rows = make_rows(40, temperature=temperature, mask_index=index, masks=masks, output_index=np.arange(40))
+    tokens, status = Sampler().sample(logits, rows)
+    assert set(tokens[:38].tolist()) == ({1} if temperature == 0 else {1, 40, 69})
+    assert tokens[38] == 3
+    assert status.tolist() == [0] * 39 + [RowStatus.NO_TOKEN]
+    assert logits[0, 3] == 50.0
 
 
 def test_drawn_tokens_follow_the_distribution():

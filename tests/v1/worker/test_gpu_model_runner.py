@@ -33,11 +33,15 @@ class NoAttention:
 
 def make_runner(num_rows=8, max_model_len=256, block_size=16):
     backend = TorchBackend(ScriptedModel(), NoAttention(), torch.device("cpu"))
-    return GPUModelRunner(backend, TokenTable(num_rows, max_model_len), block_size=block_size)
+    return GPUModelRunner(backend, TokenTable(num_rows, max_model_len), block_size=block_size, vocab_size=VOCAB)
 
 
 def make_step(runner, shares, params=None):
-    """A step of (num_computed, num_known, drafts) per request, each in a fresh row with blocks of its own."""
+    """A step of (num_computed, num_known, drafts) per request, each in a fresh row with blocks of its own.
+
+    ``params`` are for all requests, or a list of one for each, None for a plain greedy one.
+    """
+    per_request = params if isinstance(params, list) else [params] * len(shares)
     step = SchedulerOutput()
     for i, (computed, known, drafts) in enumerate(shares):
         total = computed + known + len(drafts)
@@ -55,7 +59,7 @@ def make_step(runner, shares, params=None):
                 spec_token_ids=list(drafts),
             )
         )
-        step.new_requests.append(NewRequestData(row, params or SamplingParams(temperature=0.0), 1, 0, 0))
+        step.new_requests.append(NewRequestData(row, per_request[i] or SamplingParams(temperature=0.0), 1, 0, 0))
     return step
 
 
@@ -151,6 +155,20 @@ def test_logprobs_cover_exactly_the_committed_tokens():
     step = make_step(runner, [(0, 1, [1])])
     runner.backend.model.logits = logits_for([1, 5])
     assert runner.execute_model(step).logprobs == {}
+
+
+def test_allowed_ids_hold_for_every_row_of_a_draft():
+    """Request 0 may not emit 0-4, request 2 not 2-6, request 1 anything; the row after the drafts is masked too."""
+    runner = make_runner()
+    params = [
+        SamplingParams(temperature=0.0, allowed_token_ids=[t for t in range(VOCAB) if not 0 <= t <= 4]),
+        None,
+        SamplingParams(temperature=0.0, allowed_token_ids=[t for t in range(VOCAB) if not 2 <= t <= 6]),
+    ]
+    step = make_step(runner, [(0, 1, [1, 2, 10]), (0, 1, [10, 5, 3]), (0, 1, [7, 10, 12])], params)
+    runner.backend.model.logits = logits_for([1, 2, 10, 5, 10, 5, 10, 5, 7, 10, 12, 5])
+    output = runner.execute_model(step)
+    assert list(output.sampled_token_ids.values()) == [[15], [10, 5, 10], [7, 10, 12, 15]]
 
 
 def test_running_a_step_again_or_in_parts_gives_the_same():
