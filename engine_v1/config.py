@@ -11,6 +11,7 @@ MAX_NUM_SPECULATIVE_TOKENS = 128
 SPECULATIVE_METHODS = ("ngram",)
 PROMPT_LOOKUP_TIES = ("latest", "earliest")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits")
 
 # Token budget of a step and requests at a time where the user names none: the defaults of vLLM's LLM class.
 DEFAULT_MAX_NUM_SEQS = 256
@@ -183,6 +184,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = _DEFAULT_LOOKUP_MAX
     prompt_lookup_min: int = _DEFAULT_LOOKUP_MIN
     prompt_lookup_tie: str = "latest"  # which of several earlier occurrences: "latest" or "earliest"
+    disable_logprobs: bool = False  # answer requests without the log probabilities they ask for
     adaptive: bool = True  # allow draft lengths to follow acceptance; drafts have the fixed length so far
 
     def __post_init__(self) -> None:
@@ -197,6 +199,7 @@ class SpeculativeConfig:
             )
             raise ValueError(" must be <= ".join(bounds))
         check_choice("prompt_lookup_tie", self.prompt_lookup_tie, PROMPT_LOOKUP_TIES)
+        check_bool("disable_logprobs", self.disable_logprobs)
         check_bool("adaptive", self.adaptive)
 
     @classmethod
@@ -275,6 +278,8 @@ class ModelConfig:
     max_model_len: int | None = None  # prompt plus output tokens; None: what the model was trained for
     revision: str | None = None  # branch, tag or commit on the hub
     trust_remote_code: bool = False
+    max_logprobs: int = 20  # the most log probabilities per position a request may ask for; -1: the vocabulary
+    logprobs_mode: str = "raw_logprobs"  # what an output's logprobs hold
 
     def __post_init__(self) -> None:
         check_name("model", self.model)
@@ -289,6 +294,8 @@ class ModelConfig:
             check_int("max_model_len", self.max_model_len, 2)  # a prompt token and one to generate
         if self.revision is not None:
             check_name("revision", self.revision)
+        check_int("max_logprobs", self.max_logprobs, -1)
+        check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         if check_bool("trust_remote_code", self.trust_remote_code):
             raise ValueError(
                 "trust_remote_code=True is not supported: models run in the engine's own code; leave it False."

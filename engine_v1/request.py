@@ -50,7 +50,8 @@ class Request:
 
     * ``0 <= num_computed_tokens < num_tokens``: the newest token is never computed yet;
     * a request that is not running holds no row and no drafts, and one that waits has ``num_computed_tokens == 0``;
-    * ``len(logprobs) == num_output_tokens`` where log probabilities were asked for, else 0.
+    * ``len(logprobs) == num_output_tokens`` where log probabilities were asked for, else 0;
+    * ``prompt_logprobs`` has an entry for each prompt token whose predecessor was computed, where they were asked for.
 
     Only the scheduler writes progress (``num_computed_tokens``, ``output_token_ids``, ``status``); only a proposer
     fills ``_spec_token_ids`` and says in ``_spec_match_length`` and ``_spec_source`` what they rest on.
@@ -105,6 +106,7 @@ class Request:
         self.output_token_ids: list[int] = []
         self.all_token_ids: list[int] = list(prompt_token_ids)  # prompt, then output
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1, 2, ...
         self.num_computed_tokens = 0
         self._spec_token_ids: list[int] = []  # drafts for the next step
         self._spec_match_length = 0  # tokens at the end of the text that were found where the drafts come from

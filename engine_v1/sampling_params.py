@@ -28,7 +28,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0,),
     "min_p": (0.0,),
     "min_tokens": (0,),
-    "prompt_logprobs": (None,),
     "prompt_logprob_token_ids": (None,),
     "prompt_logprob_start": (None, 0),
     "logprob_token_ids": (None,),
@@ -39,7 +38,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "extra_args": (None, {}),
     "bad_words": (None, []),
-    "skip_reading_prefix_cache": (None, False),
     "thinking_token_budget": (None,),
     "repetition_detection": (None,),
     "watermarking": (None,),
@@ -75,8 +73,8 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: as far as the model's length and the KV cache go
     min_tokens: int = 0
-    logprobs: int | None = None  # raw log probabilities of the chosen token and of this many best ones
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # log probabilities of the chosen token and of this many best ones; -1: of all
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
     prompt_logprob_token_ids: list[int] | None = None
     prompt_logprob_start: int | None = None
     logprob_token_ids: list[int] | None = None
@@ -95,7 +93,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None  # nothing else may be chosen
     extra_args: dict[str, Any] | None = None
     bad_words: list[str] | None = None
-    skip_reading_prefix_cache: bool | None = None
+    skip_reading_prefix_cache: bool | None = None  # None: True with prompt_logprobs, whose positions must be computed
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
     watermarking: Any = None
@@ -147,6 +145,8 @@ class SamplingParams:
             self.logprobs = 1
         if isinstance(self.prompt_logprobs, bool) and self.prompt_logprobs:
             self.prompt_logprobs = 1
+        if self.skip_reading_prefix_cache is None and self.prompt_logprobs is not None:
+            self.skip_reading_prefix_cache = True
 
     def _check_numbers(self) -> None:
         check_int("n", self.n, 1)
@@ -168,6 +168,13 @@ class SamplingParams:
             _check_logprobs("logprobs", self.logprobs)
         if self.prompt_logprobs is not None:
             _check_logprobs("prompt_logprobs", self.prompt_logprobs)
+        if self.skip_reading_prefix_cache is not None:
+            check_bool("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
+            if self.prompt_logprobs is not None and not self.skip_reading_prefix_cache:
+                raise ValueError(
+                    "prompt_logprobs are computed with the prompt, which cached prefixes are not: "
+                    "skip_reading_prefix_cache must be True or None with it, got False."
+                )
 
     def _check_stopping(self) -> None:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
@@ -205,5 +212,3 @@ class SamplingParams:
 def _check_logprobs(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < -1:
         raise ValueError(f"{name} must be non-negative or -1, got {value!r}.")
-    if value == -1:
-        raise ValueError(f"{name}=-1 (the whole vocabulary) is not supported yet; ask for a number.")

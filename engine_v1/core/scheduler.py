@@ -228,6 +228,11 @@ class Scheduler:
         block_offset: int,
         new_blocks: list[int],
     ) -> None:
+        positions = range(0)
+        if request.sampling_params.prompt_logprobs is not None:
+            # Each prompt token but the first, at the position before it, and once: not again after a preemption.
+            first = max(request.num_computed_tokens, len(request.prompt_logprobs))
+            positions = range(first, min(request.num_computed_tokens + num_tokens, request.num_prompt_tokens - 1))
         step.scheduled.append(
             ScheduledRequest(
                 request_id=request.request_id,
@@ -237,6 +242,7 @@ class Scheduler:
                 samples=num_tokens == request.num_pending_tokens,
                 block_offset=block_offset,
                 new_block_ids=new_blocks,
+                prompt_logprob_positions=positions,
             )
         )
 
@@ -284,6 +290,7 @@ class Scheduler:
             request = self.requests[share.request_id]
             sampled = output.sampled_token_ids.get(share.request_id, [])
             error = output.errors.get(share.request_id)
+            request.prompt_logprobs += output.prompt_logprobs.get(share.request_id, [])
             num_committed = self._commit(request, sampled, output.logprobs.get(share.request_id))
             # 4 computed, 3 drafts, 1 accepted: 4 + (1 + 3) - 2 = 6 computed of 7 known
             num_rejected = len(share.spec_token_ids) + 1 - len(sampled) if share.samples else 0

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from engine_v1.sampling_params import SamplingParams
 
 
@@ -30,6 +33,7 @@ class ScheduledRequest:
     num_scheduled_tokens: int  # known tokens and drafts
     samples: bool  # whether the last known token is among them
     block_offset: int  # new_block_ids continue the request's block table here
+    prompt_logprob_positions: range = range(0)  # where log probabilities of the prompt's next token are wanted
     new_block_ids: list[int] = field(default_factory=list)
     spec_token_ids: list[int] = field(default_factory=list)  # drafts to verify; only where it samples
 
@@ -60,11 +64,14 @@ class SchedulerOutput:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities at one committed token: itself first, then the best in descending order."""
+    """Log probabilities at one position: the token that stands there first, then the best in descending order.
 
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int]  # 1 is the most likely
+    Arrays, since asking for the whole vocabulary gives one entry a token of it.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.int32]  # 1 is the most likely
 
 
 @dataclass(slots=True)
@@ -77,4 +84,5 @@ class ModelRunnerOutput:
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # where asked for, one per sampled token
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # one per position asked for
     errors: dict[str, str] = field(default_factory=dict)

@@ -94,6 +94,7 @@ class EngineCore:
             output = self._execute(part)
             merged.sampled_token_ids |= output.sampled_token_ids
             merged.logprobs |= output.logprobs
+            merged.prompt_logprobs |= output.prompt_logprobs
             merged.errors |= output.errors
         return merged
 

@@ -94,6 +94,8 @@ class InputProcessor:
         check_fits: raises ValueError for a request that could never run.
         default_params: for calls without parameters.
         seed: the engine's, from which requests without one derive theirs.
+        max_logprobs: the most log probabilities per position a request may ask for; -1: the vocabulary.
+        disable_logprobs: make requests without the log probabilities of output tokens that they ask for.
     """
 
     def __init__(
@@ -106,6 +108,8 @@ class InputProcessor:
         check_fits: Callable[[Request], None],
         default_params: SamplingParams,
         seed: int = 0,
+        max_logprobs: int = 20,
+        disable_logprobs: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._token_ids = token_ids
@@ -114,6 +118,8 @@ class InputProcessor:
         self._check_fits = check_fits
         self._default_params = default_params
         self._seed = seed
+        self._max_logprobs = token_ids.vocab_size if max_logprobs == -1 else max_logprobs
+        self._disable_logprobs = disable_logprobs
         self._num_arrived = 0  # requests made so far: the arrival number of the next
 
     def process(
@@ -261,10 +267,27 @@ class InputProcessor:
                     raise ValueError(
                         f"{name}: {token_id} is outside the vocabulary; ids go from 0 to {vocab_size - 1}."
                     )
-        if params.logprobs is not None and params.logprobs > vocab_size:
-            raise ValueError(f"logprobs must be at most the vocabulary's {vocab_size} tokens, got {params.logprobs}.")
+        self._resolve_logprobs(params)
         if params.stop_strings and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids, or load the model with one.")
+
+    def _resolve_logprobs(self, params: SamplingParams) -> None:
+        """Bring the numbers of log probabilities to what is computed: -1 to the vocabulary's size, say."""
+        vocab_size = self._token_ids.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is None:
+                continue
+            count = vocab_size if asked == -1 else asked
+            if count > self._max_logprobs:
+                shown = f"{asked} (the vocabulary's {vocab_size})" if asked == -1 else f"{asked}"
+                raise ValueError(
+                    f"{name}={shown} is greater than max_logprobs={self._max_logprobs}; ask for fewer or load the "
+                    "model with a larger max_logprobs (-1: no bound)."
+                )
+            setattr(params, name, min(count, vocab_size))
+        if self._disable_logprobs:
+            params.logprobs = None
 
     def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
         """Return how many tokens a request may generate.

@@ -63,7 +63,7 @@ class OutputProcessor:
         cumulative: float | None = None
         if request.sampling_params.logprobs is not None:
             logprobs = [self._position(entry) for entry in request.logprobs[first:]]
-            cumulative = sum(entry.logprobs[0] for entry in request.logprobs)
+            cumulative = sum(float(entry.logprobs[0]) for entry in request.logprobs)
         completion = CompletionOutput(
             index=request.sample_index,
             text=text,
@@ -78,7 +78,7 @@ class OutputProcessor:
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=None,
+            prompt_logprobs=self._prompt_logprobs(request),
             outputs=[completion],
             finished=request.is_finished,
             metrics=RequestMetrics(
@@ -100,8 +100,13 @@ class OutputProcessor:
             per_step_accepted=list(request.step_accepted),
         )
 
+    def _prompt_logprobs(self, request: Request) -> list[PositionLogprobs | None] | None:
+        if request.sampling_params.prompt_logprobs is None:
+            return None
+        return [None, *map(self._position, request.prompt_logprobs)]
+
     def _position(self, entry: TokenLogprobs) -> PositionLogprobs:
-        triples = zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
+        triples = zip(entry.token_ids.tolist(), entry.logprobs.tolist(), entry.ranks.tolist(), strict=True)
         return {token_id: Logprob(logprob, rank, self._token_text(token_id)) for token_id, logprob, rank in triples}
 
     def _token_text(self, token_id: int) -> str | None:

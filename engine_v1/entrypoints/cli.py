@@ -132,6 +132,12 @@ def _add_engine_options(parser: argparse.ArgumentParser, *, demo: bool = False) 
         metavar="JSON",
         help=f"how drafts are made, null for none ({DEFAULT_SPECULATIVE_CONFIG})",
     )
+    group.add_argument(
+        "--disable-logprobs-during-spec-decoding",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="answer requests without the log probabilities they ask for (the speculative config's disable_logprobs)",
+    )
     options: list[tuple[str, dict[str, Any]]] = [
         ("--tokenizer", {"help": "where the tokenizer lies, if not with the model"}),
         ("--device", {"help": "auto, cpu, cuda or cuda:N"}),
@@ -175,7 +181,29 @@ def _load(args: argparse.Namespace) -> "LLM":
     # Imported here, so that --help and a mistyped option answer at once.
     from engine_v1.entrypoints.llm import LLM
 
-    return LLM(args.model, speculative_config=args.speculative_config, **options)
+    return LLM(args.model, speculative_config=_speculative_config(args), **options)
+
+
+def _speculative_config(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the speculative config with what an option of its own says in it.
+
+    Raises:
+        ValueError: the option and the config disagree, or there is no speculation to speak of.
+    """
+    config: dict[str, Any] | None = args.speculative_config
+    flag = args.disable_logprobs_during_spec_decoding
+    if flag is None:
+        return config
+    if config is None:
+        raise ValueError(
+            "--disable-logprobs-during-spec-decoding needs speculation; leave it out with --speculative-config null."
+        )
+    if config.get("disable_logprobs") not in (None, flag):
+        raise ValueError(
+            "--disable-logprobs-during-spec-decoding and --speculative-config['disable_logprobs'] disagree; "
+            "give one of them."
+        )
+    return {**config, "disable_logprobs": flag}
 
 
 def _sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
@@ -273,7 +301,8 @@ def _demo(args: argparse.Namespace) -> int:
 
     from engine_v1.entrypoints.demo import DEMO_PROMPTS, run_demo
 
-    if args.speculative_config is None:
+    speculative_config = _speculative_config(args)
+    if speculative_config is None:
         raise ValueError(
             "the demo compares speculation off and on; --speculative-config null leaves nothing to compare."
         )
@@ -281,7 +310,7 @@ def _demo(args: argparse.Namespace) -> int:
         raise ValueError(f"--num-prompts must be from 1 to {len(DEMO_PROMPTS)}, got {args.num_prompts}.")
     is_exact = run_demo(
         model=args.model,
-        speculative_config=args.speculative_config,
+        speculative_config=speculative_config,
         dtypes=args.dtypes,
         max_tokens=args.max_tokens,
         num_prompts=args.num_prompts,

@@ -60,8 +60,6 @@ _NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("auto",),
     "compilation_config": (None, {}),
     "logits_processors": (None, []),
-    "logprobs_mode": ("raw_logprobs",),
-    "max_logprobs": (None, -1, 20),
     "spec_method": (None,),
     "spec_model": (None,),
     "spec_tokens": (None,),
@@ -108,6 +106,8 @@ class LLM:
         kv_cache_memory_bytes: memory of the KV cache.
         gpu_memory_utilization: share of the GPU's memory to fill; without effect on the CPU.
         speculative_config: `{"method": "ngram"}` and its keys (see SpeculativeConfig); None: no drafts.
+        max_logprobs: the most log probabilities per position a request may ask for; -1: the whole vocabulary.
+        logprobs_mode: what outputs' logprobs hold: "raw_logprobs", the model's own, or "raw_logits".
         disable_log_stats: keep no totals; get_metrics() then refuses.
         trust_remote_code: must be False.
         revision: of a model on the hub.
@@ -141,6 +141,8 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.92,
         speculative_config: Mapping[str, Any] | None = None,
+        max_logprobs: int = 20,
+        logprobs_mode: str = "raw_logprobs",
         disable_log_stats: bool = False,
         trust_remote_code: bool = False,
         revision: str | None = None,
@@ -162,6 +164,8 @@ class LLM:
             max_model_len=max_model_len,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            max_logprobs=max_logprobs,
+            logprobs_mode=logprobs_mode,
         )
         cache_config = CacheConfig(
             block_size=block_size,
@@ -210,6 +214,8 @@ class LLM:
             check_fits=scheduler.check_fits,
             default_params=self._default_params,
             seed=self.config.model.seed,
+            max_logprobs=self.config.model.max_logprobs,
+            disable_logprobs=speculative is not None and speculative.disable_logprobs,
         )
         self._output_processor = OutputProcessor(backend, speculative.num_speculative_tokens if speculative else None)
         self._stats = None if self.config.disable_log_stats else EngineStats()

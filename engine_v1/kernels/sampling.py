@@ -1,4 +1,4 @@
-"""Sampling and log probabilities of single rows of logits, in a fixed order of operations and without sorting them.
+"""Sampling from single rows of logits, in a fixed order of operations and without sorting them.
 
 Logits are compared as unsigned keys in the same order (the bits of a float32, flipped so that they ascend). A count or
 sum over the upper sixteen bits of the keys finds the bin in which a bound lies, one over the lower sixteen the bound
@@ -166,35 +166,6 @@ def sample_rows(  # type: ignore[no-untyped-def]
         token_ids[row] = index
 
 
-@jit
-def logprob_facts(logits, token_id, num_logprobs, bins):  # type: ignore[no-untyped-def]
-    """Return what the log probabilities of a row follow from.
-
-    Args:
-        logits: float32[vocab_size], the largest finite.
-        token_id: the sampled token.
-        num_logprobs: how many of the best are wanted, 0 for none.
-        bins: float64[BINS], scratch.
-
-    Returns:
-        The logarithm of the sum of exponentials; how many logits are at least the sampled token's; and the
-        num_logprobs-th largest logit as the smallest that is listed (infinity for none).
-    """
-    _, best = _argmax(logits)
-    total = 0.0
-    rank = 0
-    for i in range(logits.shape[0]):
-        total += np.exp(np.float64(logits[i]) - np.float64(best))
-        if logits[i] >= logits[token_id]:
-            rank += 1
-    bound = np.float32(np.inf)
-    if num_logprobs > 0:
-        key = _kth_largest(logits, min(num_logprobs, logits.shape[0]), bins)
-        bits = key & np.uint32(0x7FFFFFFF) if key & np.uint32(0x80000000) else ~key
-        bound = np.uint32(bits).view(np.float32)
-    return np.float64(best) + np.log(total), rank, bound
-
-
 def _array(dtype: types.Type, ndim: int) -> types.Array:
     return types.Array(dtype, ndim, "C")
 
@@ -204,4 +175,3 @@ SAMPLE_ROWS = (
     types.Array(f32, 2, "A"), _array(types.uint32, 2), _array(i32, 1), _array(f64, 1), _array(i32, 1), _array(f64, 1),
     _array(f64, 1), types.Array(f32, 2, "A"), _array(f64, 2), _array(f64, 2), _array(i64, 1), _array(types.int8, 1),
 )  # fmt: skip
-LOGPROB_FACTS = (_array(f32, 1), i64, i64, _array(f64, 1))

@@ -68,7 +68,8 @@ class CpuPlatform:
                 max_num_tokens=config.scheduler.max_num_batched_tokens,
                 max_model_len=config.scheduler.max_model_len,
                 free_weights=True,  # nothing else reads them, and a large model must not be in memory twice
-            )
+            ),
+            config.model.logprobs_mode,
         )
 
 

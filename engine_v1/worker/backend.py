@@ -15,9 +15,15 @@ from engine_v1.models.registry import CausalLM
 from engine_v1.sample.logprobs import token_logprobs
 from engine_v1.sample.sampler import Sampler, SamplingRows
 
+# Rows of logits that a prompt's log probabilities are computed from at once: 12 MB at 49152 tokens.
+PROMPT_LOGPROB_ROWS = 64
+
 
 class Backend(Protocol):
-    """A model with its KV cache on one device. One step at a time: forward, then sample, then logprobs."""
+    """A model with its KV cache on one device.
+
+    One step at a time: forward, then perhaps prompt_logprobs, then sample, then perhaps logprobs.
+    """
 
     def forward(
         self, input_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], metadata: AttentionMetadata
@@ -45,8 +51,28 @@ class Backend(Protocol):
         """
         ...
 
-    def logprobs(self, index: int, token_id: int, num_logprobs: int) -> TokenLogprobs:
-        """Return the log probabilities at row ``index`` of those that were sampled last."""
+    def logprobs(
+        self, indices: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], num_logprobs: npt.NDArray[np.int64]
+    ) -> list[TokenLogprobs]:
+        """Return log probabilities at some of the rows that were sampled last, of the kind the engine was built for.
+
+        Args:
+            indices: int64[num_wanted], which of the sampled rows.
+            token_ids: int64[num_wanted], what was sampled there; the first of each result.
+            num_logprobs: int64[num_wanted], how many of the most likely follow.
+        """
+        ...
+
+    def prompt_logprobs(
+        self, indices: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], num_logprobs: npt.NDArray[np.int64]
+    ) -> list[TokenLogprobs]:
+        """Return the model's own log probabilities at rows of the step, in memory that does not grow with their number.
+
+        Args:
+            indices: int64[num_wanted], which rows.
+            token_ids: int64[num_wanted], the tokens that follow them; the first of each result.
+            num_logprobs: int64[num_wanted], how many of the most likely follow.
+        """
         ...
 
     def describe(self) -> str:
@@ -61,13 +87,21 @@ class TorchBackend:
         model: the network.
         attention: its paged KV cache.
         device: where both are.
+        logprobs_mode: what :meth:`logprobs` returns.
     """
 
-    def __init__(self, model: CausalLM, attention: TorchPagedAttention, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: TorchPagedAttention,
+        device: torch.device,
+        logprobs_mode: str = "raw_logprobs",
+    ) -> None:
         self.model = model
         self.attention = attention
         self.device = device
         self.sampler = Sampler()
+        self._normalise = logprobs_mode.endswith("logprobs")
         self._hidden = torch.empty(0)
         self._logits = torch.empty(0)
 
@@ -84,7 +118,7 @@ class TorchBackend:
             dtype=loaded.dtype,
             device=device,
         )
-        return cls(loaded.model, attention, device)
+        return cls(loaded.model, attention, device, config.model.logprobs_mode)
 
     @torch.inference_mode()
     def forward(
@@ -104,9 +138,27 @@ class TorchBackend:
         return self.sampler.sample(logits, rows)
 
     @torch.inference_mode()
-    def logprobs(self, index: int, token_id: int, num_logprobs: int) -> TokenLogprobs:
+    def logprobs(
+        self, indices: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], num_logprobs: npt.NDArray[np.int64]
+    ) -> list[TokenLogprobs]:
         """See :class:`Backend`."""
-        return token_logprobs(self._logits[index], token_id, num_logprobs)
+        return [
+            token_logprobs(self._logits[index], token_id, count, normalise=self._normalise)
+            for index, token_id, count in zip(indices.tolist(), token_ids.tolist(), num_logprobs.tolist(), strict=True)
+        ]
+
+    @torch.inference_mode()
+    def prompt_logprobs(
+        self, indices: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], num_logprobs: npt.NDArray[np.int64]
+    ) -> list[TokenLogprobs]:
+        """See :class:`Backend`."""
+        found = []
+        for start in range(0, len(indices), PROMPT_LOGPROB_ROWS):
+            some = slice(start, start + PROMPT_LOGPROB_ROWS)
+            logits = self.model.compute_logits(self._hidden[self._to_device(indices[some])])
+            wanted = zip(logits, token_ids[some].tolist(), num_logprobs[some].tolist(), strict=True)
+            found += [token_logprobs(row, token_id, count) for row, token_id, count in wanted]
+        return found
 
     def describe(self) -> str:
         """See :class:`Backend`."""

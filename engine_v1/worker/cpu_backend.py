@@ -8,8 +8,10 @@ from engine_v1.core.scheduler_output import TokenLogprobs
 from engine_v1.kernels.decoder import CpuDecoder
 from engine_v1.kernels.intrinsics import describe
 from engine_v1.kernels.parallel import launch_threads, num_threads
+from engine_v1.sample.kernel_logprobs import KernelLogprobs
 from engine_v1.sample.kernel_sampler import KernelSampler
 from engine_v1.sample.sampler import RowStatus, SamplingRows
+from engine_v1.worker.backend import PROMPT_LOGPROB_ROWS
 
 
 class CpuBackend:
@@ -17,10 +19,13 @@ class CpuBackend:
 
     Args:
         decoder: packed weights, KV cache and kernels.
+        logprobs_mode: what :meth:`logprobs` returns.
     """
 
-    def __init__(self, decoder: CpuDecoder) -> None:
+    def __init__(self, decoder: CpuDecoder, logprobs_mode: str = "raw_logprobs") -> None:
         self.decoder = decoder
+        self._logprobs = KernelLogprobs(normalise=logprobs_mode.endswith("logprobs"))
+        self._prompt_logprobs = KernelLogprobs()
         self.sampler = KernelSampler(decoder.vocab_size)
         self._logits = np.empty((0, decoder.vocab_size), np.float32)
 
@@ -42,9 +47,24 @@ class CpuBackend:
         self._logits = self.decoder.logits(indices)
         return self.sampler.sample(self._logits, rows)
 
-    def logprobs(self, index: int, token_id: int, num_logprobs: int) -> TokenLogprobs:
+    def logprobs(
+        self, indices: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], num_logprobs: npt.NDArray[np.int64]
+    ) -> list[TokenLogprobs]:
         """See :class:`Backend`."""
-        return self.sampler.logprobs(self._logits[index], token_id, num_logprobs)
+        return self._logprobs.compute(self._logits, indices, token_ids, num_logprobs)
+
+    def prompt_logprobs(
+        self, indices: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], num_logprobs: npt.NDArray[np.int64]
+    ) -> list[TokenLogprobs]:
+        """See :class:`Backend`."""
+        found = []
+        num_rows = min(PROMPT_LOGPROB_ROWS, self.decoder.max_logit_rows)
+        for start in range(0, len(indices), num_rows):
+            some = slice(start, start + num_rows)
+            logits = self.decoder.logits(indices[some])
+            rows = np.arange(len(logits))
+            found += self._prompt_logprobs.compute(logits, rows, token_ids[some], num_logprobs[some])
+        return found
 
     def describe(self) -> str:
         """See :class:`Backend`."""

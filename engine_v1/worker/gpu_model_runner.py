@@ -1,12 +1,14 @@
 """Runs one step of the model on one device, CPU or CUDA: lays out the rows, computes, samples and verifies."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from engine_v1.attention.metadata import AttentionMetadata
-from engine_v1.core.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from engine_v1.core.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 from engine_v1.core.token_table import TokenTable
 from engine_v1.sample.sampler import RowStatus
 from engine_v1.worker.backend import Backend
@@ -22,6 +24,15 @@ class StepInputs:
     metadata: AttentionMetadata
     sample_indices: npt.NDArray[np.int64]  # [num_sampled], indices of the rows whose logits are needed
     sample_rows: npt.NDArray[np.int32]  # [num_sampled], the table row of each
+
+
+class WantedLogprobs(NamedTuple):
+    """Rows of one request whose log probabilities it asked for."""
+
+    request_id: str
+    indices: npt.NDArray[np.int64]  # of the rows
+    token_ids: npt.NDArray[np.int64]  # the token at each
+    num_logprobs: int  # how many of the most likely follow
 
 
 class GPUModelRunner:
@@ -50,15 +61,18 @@ class GPUModelRunner:
         self.input_batch.update(step)
         inputs = self._prepare_inputs(step.scheduled)
         self.backend.forward(inputs.input_ids, inputs.positions, inputs.metadata)
+        output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(step.scheduled, inputs))
         if inputs.sample_indices.size == 0:
-            return ModelRunnerOutput()
+            return output
         num_logprobs = self.input_batch.num_logprobs
         token_ids, status = self.backend.sample(
             inputs.sample_indices,
             self.input_batch.sampling_rows(inputs.sample_rows, inputs.positions[inputs.sample_indices]),
             keep_logits=bool((num_logprobs[inputs.sample_rows] >= 0).any()),
         )
-        return self._verify(step.scheduled, token_ids, status)
+        wanted = self._verify(step.scheduled, token_ids, status, output)
+        output.logprobs = _per_request(self.backend.logprobs, wanted)
+        return output
 
     def _prepare_inputs(self, scheduled: list[ScheduledRequest]) -> StepInputs:
         """Lay out tokens, drafts, positions, slots and the rows to sample.
@@ -106,12 +120,16 @@ class GPUModelRunner:
         scheduled: list[ScheduledRequest],
         token_ids: npt.NDArray[np.int64],
         status: npt.NDArray[np.int8],
-    ) -> ModelRunnerOutput:
+        output: ModelRunnerOutput,
+    ) -> list[WantedLogprobs]:
         """Keep each request's drafts while they equal what was sampled, and the first token that differs.
 
         Drafts [7, 8, 9], sampled [7, 8, 5, 3] -> [7, 8, 5].
+
+        Returns:
+            The kept rows whose log probabilities are asked for.
         """
-        output = ModelRunnerOutput()
+        wanted = []
         start = 0
         for s in scheduled:
             if not s.samples:
@@ -128,12 +146,11 @@ class GPUModelRunner:
                 output.errors[s.request_id] = self._error(s.row, status[start + num_kept])
             output.sampled_token_ids[s.request_id] = sampled[:num_kept]
             num_logprobs = int(self.input_batch.num_logprobs[s.row])
-            if num_logprobs >= 0:
-                output.logprobs[s.request_id] = [
-                    self.backend.logprobs(i, int(token_ids[i]), num_logprobs) for i in range(start, start + num_kept)
-                ]
+            if num_logprobs >= 0 and num_kept > 0:
+                indices = np.arange(start, start + num_kept)
+                wanted.append(WantedLogprobs(s.request_id, indices, token_ids[indices], num_logprobs))
             start += len(sampled)
-        return output
+        return wanted
 
     def _error(self, row: int, status: int) -> str:
         """Say why nothing could be sampled for a row of the table."""
@@ -141,3 +158,32 @@ class GPUModelRunner:
             by = ", ".join(self.input_batch.restrictions[row])
             return f"no token may be chosen here: {by} leave none of the vocabulary; loosen one of them"
         return "the model's logits are not finite (NaN or infinity)"
+
+    def _prompt_logprobs(self, scheduled: list[ScheduledRequest], inputs: StepInputs) -> dict[str, list[TokenLogprobs]]:
+        """Return the log probabilities of the prompt tokens that follow rows of the step, where they are asked for."""
+        wanted = []
+        for s, first_row in zip(scheduled, inputs.metadata.query_start_loc.tolist(), strict=False):
+            positions = s.prompt_logprob_positions
+            if positions:
+                # 8 computed, positions 8 ..< 12 in rows 3 ..< 7: the tokens at 9 ..< 13
+                indices = np.arange(positions.start, positions.stop) - s.num_computed_tokens + first_row
+                token_ids = self.token_table.token_ids[s.row, positions.start + 1 : positions.stop + 1].astype(np.int64)
+                count = int(self.input_batch.num_prompt_logprobs[s.row])
+                wanted.append(WantedLogprobs(s.request_id, indices, token_ids, count))
+        return _per_request(self.backend.prompt_logprobs, wanted)
+
+
+def _per_request(
+    compute: Callable[..., list[TokenLogprobs]], wanted: list[WantedLogprobs]
+) -> dict[str, list[TokenLogprobs]]:
+    """Ask for the rows of all requests at once and give each request its own."""
+    if not wanted:
+        return {}
+    sizes = [len(one.indices) for one in wanted]
+    entries = compute(
+        np.concatenate([one.indices for one in wanted]),
+        np.concatenate([one.token_ids for one in wanted]),
+        np.repeat(np.array([one.num_logprobs for one in wanted], np.int64), sizes),
+    )
+    ends = np.cumsum(sizes).tolist()
+    return {one.request_id: entries[end - size : end] for one, end, size in zip(wanted, ends, sizes, strict=True)}

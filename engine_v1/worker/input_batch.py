@@ -31,7 +31,8 @@ class InputBatch:
         self.masks: dict[int, TokenMask] = {}  # row -> the tokens that allowed_token_ids leaves, where it is given
         # Row -> the parameters that can leave no token to choose.
         self.restrictions: list[list[str]] = [[] for _ in range(num_rows)]
-        self.num_logprobs: npt.NDArray[np.int32] = np.full(num_rows, -1, np.int32)  # -1: none asked for
+        self.num_logprobs: npt.NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # -1: none asked for
+        self.num_prompt_logprobs: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)  # where any are asked for
 
     def update(self, step: SchedulerOutput) -> None:
         """Take in a step's new requests and new blocks. Doing so twice changes nothing."""
@@ -50,6 +51,7 @@ class InputBatch:
         self.seed[row] = new.seed
         self.sample_index[row] = new.sample_index
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_prompt_logprobs[row] = params.prompt_logprobs or 0
         self.restrictions[row] = [name for name in _RESTRICTIONS if getattr(params, name)]
         self.masks.pop(row, None)
         if params.allowed_token_ids is not None:

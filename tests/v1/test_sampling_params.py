@@ -79,6 +79,11 @@ def test_defaults_are_those_of_vllm():
         ({"stop_token_ids": [-1]}, "stop_token_ids must be at least 0, got -1"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids must be an integer, got 'a'"),
         ({"logprobs": -2}, "logprobs must be non-negative or -1, got -2."),
+        ({"prompt_logprobs": 1.5}, "prompt_logprobs must be non-negative or -1, got 1.5."),
+        (
+            {"prompt_logprobs": 1, "skip_reading_prefix_cache": False},
+            "skip_reading_prefix_cache must be True or None with it, got False.",
+        ),
         ({"seed": 2**64}, "seed must be at most"),
         ({"n": 0}, "n must be at least 1, got 0."),
         ({"n": 2, "temperature": 0.0}, "n must be 1 when using greedy sampling, got 2."),
@@ -102,16 +107,12 @@ def test_bad_values_raise(given, message):
         {"repetition_penalty": 1.1},
         {"min_p": 0.1},
         {"min_tokens": 2},
-        {"prompt_logprobs": 0},
-        {"prompt_logprobs": True},
-        {"logprobs": -1},
         {"flat_logprobs": True},
         {"output_kind": RequestOutputKind.DELTA},
         {"structured_outputs": {"json": {}}},
         {"logit_bias": {1: 1.0}},
         {"extra_args": {"a": 1}},
         {"bad_words": ["a"]},
-        {"skip_reading_prefix_cache": True},
         {"logits_processors": [print]},
     ],
 )
@@ -169,6 +170,12 @@ def test_minus_one_means_not_set(given, name, value):
 def test_logprobs_true_is_one():
     """True asks for one log probability, as in vLLM."""
     assert SamplingParams(logprobs=True).logprobs == 1
+
+
+@pytest.mark.parametrize("given,value", [({}, None), ({"prompt_logprobs": 0}, True)])
+def test_prompt_logprobs_skip_the_prefix_cache(given, value):
+    """The prompt's log probabilities need its positions computed, not found."""
+    assert SamplingParams(**given).skip_reading_prefix_cache is value
 
 
 def test_clone_shares_nothing_that_can_change():

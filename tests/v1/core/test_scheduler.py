@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from engine_v1.core.scheduler_output import TokenLogprobs
@@ -306,7 +307,7 @@ class TestStopping:
         scheduler, (r0,) = start_with_drafts([[EOS, 10, 11]])
         step = scheduler.schedule()
         output = sampled({"r0": [EOS, 10, 11, 12]})
-        output.logprobs = {"r0": [TokenLogprobs([t], [-1.0], [1]) for t in (EOS, 10, 11, 12)]}
+        output.logprobs = {"r0": [TokenLogprobs(*map(np.array, ([t], [-1.0], [1]))) for t in (EOS, 10, 11, 12)]}
         assert scheduler.update_from_output(step, output) == [r0]
         assert r0.output_token_ids == [0, EOS]
         assert len(r0.logprobs) == 1

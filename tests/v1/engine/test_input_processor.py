@@ -16,7 +16,7 @@ def accept(request):
     """Every request fits."""
 
 
-def make_processor(tokenizer=None, *, check_fits=accept, seed=0, max_total_tokens=60, **token_ids):
+def make_processor(tokenizer=None, *, check_fits=accept, max_total_tokens=60, options=None, seed=0, **token_ids):
     return InputProcessor(
         byte_tokenizer() if tokenizer is None else tokenizer,
         TokenIds(**{"vocab_size": 256, **token_ids}),
@@ -25,6 +25,7 @@ def make_processor(tokenizer=None, *, check_fits=accept, seed=0, max_total_token
         check_fits=check_fits,
         default_params=SamplingParams(temperature=0.5),
         seed=seed,
+        **(options or {}),
     )
 
 
@@ -130,6 +131,31 @@ def test_params_default_to_the_models():
     assert request.sampling_params.temperature == 0.5
 
 
+@pytest.mark.parametrize("max_logprobs,asked,given", [(20, 20, 20), (-1, -1, 256), (300, -1, 256), (300, 300, 256)])
+def test_numbers_of_logprobs_are_resolved(max_logprobs, asked, given):
+    """-1 becomes the vocabulary's size, and no number is larger."""
+    params = SamplingParams(logprobs=asked, prompt_logprobs=asked)
+    (request,) = make_processor(options={"max_logprobs": max_logprobs}).process("a", params)
+    assert (request.sampling_params.logprobs, request.sampling_params.prompt_logprobs) == (given, given)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("asked,shown", [(21, "21"), (-1, "-1 (the vocabulary's 256)")])
+def test_more_logprobs_than_allowed_raise(name, asked, shown):
+    """max_logprobs bounds both, the whole vocabulary included."""
+    with pytest.raises(ValueError, match=re.escape(f"{name}={shown} is greater than max_logprobs=20")):
+        make_processor().process("a", SamplingParams(**{name: asked}))
+
+
+def test_disabled_logprobs_are_not_asked_for():
+    """With disable_logprobs the engine never hears of them; those of the prompt stay, and bounds hold."""
+    processor = make_processor(options={"disable_logprobs": True})
+    (request,) = processor.process("a", SamplingParams(logprobs=2, prompt_logprobs=1))
+    assert (request.sampling_params.logprobs, request.sampling_params.prompt_logprobs) == (None, 1)
+    with pytest.raises(ValueError, match="max_logprobs"):
+        processor.process("a", SamplingParams(logprobs=21))
+
+
 def test_params_are_copied():
     """What a caller does to its parameters after the call does not reach the request."""
     params = SamplingParams(stop=["x"])
@@ -146,7 +172,7 @@ def test_params_are_copied():
             "allowed_token_ids: 256 is outside the vocabulary; ids go from 0 to 255",
         ),
         (SamplingParams(stop_token_ids=[256]), "stop_token_ids: 256 is outside the vocabulary"),
-        (SamplingParams(logprobs=257), "logprobs must be at most the vocabulary's 256 tokens"),
+        (SamplingParams(logprobs=257), "logprobs=257 is greater than max_logprobs=20"),
         ([SamplingParams()] * 2, "The lengths of prompts and params must be the same, got 1 prompts and 2 params"),
         ([{"temperature": 0}], "must be one SamplingParams, a list of them or None"),
     ],

@@ -1,5 +1,6 @@
 """What users receive is all that was committed, and what is new in it."""
 
+import numpy as np
 import pytest
 
 from engine_v1 import SamplingParams
@@ -25,6 +26,10 @@ def commit(request, token_ids):
     for token_id in token_ids:
         request.append_output_token(token_id)
         request.detokenizer.append(token_id)
+
+
+def make_entry(token_ids, logprobs, ranks):
+    return TokenLogprobs(np.array(token_ids, np.int32), np.array(logprobs, np.float32), np.array(ranks, np.int32))
 
 
 def test_output_holds_all_so_far_and_does_not_change():
@@ -58,7 +63,7 @@ def test_logprobs_become_dictionaries_with_the_chosen_token_first():
     """Each position maps ids to log probability, rank and text; the sum runs over the chosen tokens."""
     processor, request = make_processor(), make_text_request(logprobs=1)
     commit(request, [1, 2])
-    request.logprobs += [TokenLogprobs([1, 5], [-2.0, -0.5], [2, 1]), TokenLogprobs([2], [-1.0], [1])]
+    request.logprobs += [make_entry([1, 5], [-2.0, -0.5], [2, 1]), make_entry([2], [-1.0], [1])]
     output = processor.make_output(request).outputs[0]
     first, second = output.logprobs
     assert list(first) == [1, 5]
@@ -80,7 +85,7 @@ def test_text_of_a_token_keeps_its_space():
     tokenizer = sentencepiece_tokenizer(["▁Hello", "a"])
     request = make_request("r0", [0], logprobs=0)
     request.append_output_token(256)
-    request.logprobs.append(TokenLogprobs([256], [-1.0], [1]))
+    request.logprobs.append(make_entry([256], [-1.0], [1]))
     output = make_processor(tokenizer).make_output(request).outputs[0]
     assert output.logprobs[0][256].decoded_token == " Hello"
 

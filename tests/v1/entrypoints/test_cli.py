@@ -87,6 +87,19 @@ def test_speculative_config_is_json(text, expected):
     assert StubLLM.made[0].options["speculative_config"] == expected
 
 
+@pytest.mark.parametrize(
+    "arguments,expected",
+    [
+        (["--disable-logprobs-during-spec-decoding"], {"method": "ngram", "disable_logprobs": True}),
+        (["--no-disable-logprobs-during-spec-decoding"], {"method": "ngram", "disable_logprobs": False}),
+    ],
+)
+def test_logprobs_may_be_disabled_by_an_option(arguments, expected):
+    """The option is the speculative config's disable_logprobs."""
+    assert cli.main(["generate", "--prompt", "p", *arguments]) == 0
+    assert StubLLM.made[0].options["speculative_config"] == expected
+
+
 def test_prompt_from_a_file_and_from_standard_input(tmp_path, monkeypatch):
     """A prompt may come from a file or a pipe, as it is."""
     path = tmp_path / "prompt.txt"
@@ -126,6 +139,17 @@ def test_chat_goes_on_after_a_refused_message(monkeypatch, capsys):
         (["generate", "--prompt", ""], "the prompt is empty"),
         (["generate", "--prompt-file", "/no/such/file"], "/no/such/file"),
         (["demo", "--speculative-config", "null"], "leaves nothing to compare"),
+        (
+            ["generate", "--prompt", "p", "-sc", "null", "--disable-logprobs-during-spec-decoding"],
+            "--disable-logprobs-during-spec-decoding needs speculation",
+        ),
+        (
+            [
+                *("generate", "--prompt", "p", "--disable-logprobs-during-spec-decoding"),
+                *("-sc", '{"method": "ngram", "disable_logprobs": false}'),
+            ],
+            "disagree",
+        ),
         (["demo", "--num-prompts", "9"], "--num-prompts must be from 1 to 8, got 9."),
     ],
 )

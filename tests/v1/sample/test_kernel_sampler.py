@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_v1.sample.kernel_sampler import KernelSampler
-from engine_v1.sample.logprobs import token_logprobs
 from engine_v1.sample.sampler import Sampler
 from tests.v1.sample.test_sampler import CASES, make_rows
 
@@ -83,16 +82,3 @@ def test_rows_without_a_finite_maximum_are_reported():
     logits[1, 3], logits[2, 0] = np.nan, np.inf
     _, status = SAMPLERS[7].sample(logits, make_rows(4, temperature=[0.0, 0.0, 1.0, 1.0]))
     assert status.tolist() == [0, 1, 1, 0]
-
-
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("vocab_size", SAMPLERS)
-@pytest.mark.parametrize("num_logprobs", [0, 1, 5, 400])
-def test_logprobs_are_those_of_the_definition(num_logprobs, vocab_size, ties):
-    """Ids, ranks and values are the torch definition's."""
-    for row in random_logits(8, vocab_size, ties=ties):
-        token = int(row.argmin())
-        entry = SAMPLERS[vocab_size].logprobs(row, token, num_logprobs)
-        expected = token_logprobs(torch.from_numpy(row), token, num_logprobs)
-        assert (entry.token_ids, entry.ranks) == (expected.token_ids, expected.ranks)
-        assert entry.logprobs == pytest.approx(expected.logprobs, abs=1e-6)

@@ -150,7 +150,7 @@ def test_logprobs_cover_exactly_the_committed_tokens():
     step = make_step(runner, [(0, 1, [1, 2, 3])], SamplingParams(temperature=0.0, logprobs=1))
     runner.backend.model.logits = logits_for([1, 5, 3, 4])
     output = runner.execute_model(step)
-    assert [entry.token_ids for entry in output.logprobs["r0"]] == [[1], [5]]
+    assert [entry.token_ids.tolist() for entry in output.logprobs["r0"]] == [[1], [5]]
     runner = make_runner()
     step = make_step(runner, [(0, 1, [1])])
     runner.backend.model.logits = logits_for([1, 5])
