@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 MAX_NUM_SPECULATIVE_TOKENS = 128
+MAX_PROMPT_LOOKUP_SPAN = 32  # values of n: each has a table per request
 SPECULATIVE_METHODS = ("ngram",)
 PROMPT_LOOKUP_TIES = ("latest", "earliest")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -198,6 +199,12 @@ class SpeculativeConfig:
                 f"prompt_lookup_max={self.prompt_lookup_max}",
             )
             raise ValueError(" must be <= ".join(bounds))
+        span = self.prompt_lookup_max - self.prompt_lookup_min + 1
+        if span > MAX_PROMPT_LOOKUP_SPAN:
+            raise ValueError(
+                f"prompt_lookup_min={self.prompt_lookup_min} to prompt_lookup_max={self.prompt_lookup_max} are {span} "
+                f"lengths to look up, at most {MAX_PROMPT_LOOKUP_SPAN} are kept; raise the one or lower the other."
+            )
         check_choice("prompt_lookup_tie", self.prompt_lookup_tie, PROMPT_LOOKUP_TIES)
         check_bool("disable_logprobs", self.disable_logprobs)
         check_bool("adaptive", self.adaptive)

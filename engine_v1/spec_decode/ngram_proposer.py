@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from numba import boolean, int32, int64
 
 from engine_v1.core.token_table import TokenTable
-from engine_v1.kernels.jit import jit, warmup
+from engine_v1.kernels.intrinsics import int32_view
+from engine_v1.kernels.jit import jit, kernel_part, warmup
 from engine_v1.request import Request
 from engine_v1.spec_decode.proposer import Proposer
+
+MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, of MMIX: odd, with its bits well spread
 
 
 def ngram_draft(
@@ -42,6 +46,45 @@ def ngram_draft(
     return []
 
 
+@kernel_part
+def _find(tokens: Any, tables: Any, base: int, capacity: int, hashed: int, end: int, n: int) -> int:
+    """Return the slot of the n-gram that ends before ``end``, or the free slot where it would go.
+
+    Its table starts at ``base`` and has ``capacity`` slots, each with the end of an n-gram, 0 where free. What a slot
+    means is read from the tokens themselves, so two n-grams of one hash are never taken for each other.
+    """
+    slot = (hashed ^ (hashed >> 29)) & (capacity - 1)
+    while tables[base + slot] != 0:
+        j = 1
+        while j <= n and tokens[tables[base + slot] - j] == tokens[end - j]:
+            j += 1
+        if j > n:
+            break
+        slot = (slot + 1) & (capacity - 1)
+    return base + slot
+
+
+@kernel_part
+def _insert(
+    tokens: Any,
+    tables: Any,
+    capacity: int,
+    end: int,
+    min_n: int,
+    max_n: int,
+    earliest: bool,  # noqa: FBT001
+) -> None:
+    """Note the n-grams that end before ``end``, one in each n's table."""
+    hashed = 0
+    for n in range(1, min(max_n, end) + 1):
+        hashed = (hashed + tokens[end - n] + 1) * MULTIPLIER
+        hashed ^= hashed >> 32
+        if n >= min_n:
+            slot = _find(tokens, tables, (n - min_n) * capacity, capacity, hashed, end, n)
+            if tables[slot] == 0 or not earliest:
+                tables[slot] = end
+
+
 @jit
 def propose_kernel(
     token_ids: Any,
@@ -52,11 +95,14 @@ def propose_kernel(
     max_n: int,
     k: int,
     earliest: bool,  # noqa: FBT001
+    addresses: Any,
+    capacities: Any,
+    indexed: Any,
     drafts: Any,
     counts: Any,
     matches: Any,
 ) -> None:
-    """Write the draft of every request of a batch, at its row.
+    """Bring the index of every request of a batch up to date and write its draft, at its row.
 
     Args:
         token_ids: int32[num_rows, width], a request's tokens per row.
@@ -67,42 +113,55 @@ def propose_kernel(
         max_n: longest n-gram looked for.
         k: num_speculative_tokens.
         earliest: take the first of several matches; otherwise the last that has k tokens after it.
+        addresses: int64[num_rows], where each row's tables lie: int32[max_n - min_n + 1, capacity].
+        capacities: int64[num_rows], slots of a table: a power of two, greater than the request's length.
+        indexed: int64[num_rows], up to which end a row's n-grams are in its tables; moved on here.
         drafts: int32[num_rows, k], written up to ``counts[row]``.
         counts: int32[num_rows], written at the rows of this batch only.
         matches: int32[num_rows], the n of each match, likewise; 0 where there is none.
 
-    Cost: one pass over a request's tokens, 0.6 to 0.9 ns each (AMD EPYC, ``benchmarks/bench_proposer.py``),
-    less where a match of max_n tokens ends it early. Nothing is allocated.
+    Cost: per new token one insertion for each n, per lookup at most one probe for each n, whatever the length.
+    Nothing is allocated.
     """
-    # A match that ends before position `end` has tokens[end:] to copy, and the longest match wins:
-    # tokens 7 8 9 7 8, L = 5 -> end 2, n = 2, draft 9 7 8. "earliest" goes forwards and keeps the first of
-    # its n. "latest" goes backwards and keeps the first too, unless that has less than k tokens to copy and
-    # one further back has enough.
+    # A match that ends before position `end` has tokens[end:] to copy: 7 8 9 7 8, L = 5 -> end 2, n = 2, draft 9 7 8.
+    # "earliest": all ends below L are in the tables, each n-gram with its first. "latest": only ends that have k tokens
+    # after them are, each n-gram with its last; the fewer than k later ends are compared one by one and win only with a
+    # longer match. A longer match is also a shorter one, so the first n that misses ends the search.
     for i in range(rows.shape[0]):
         row = rows[i]
         length = lengths[i]
         tokens = token_ids[row]
-        last = tokens[length - 1]
-        best_n = min_n - 1
+        capacity = capacities[row]
+        tables = int32_view(addresses[row], (max_n - min_n + 1) * capacity)
+        limit = length - 1 if earliest else length - k
+        for end in range(indexed[row] + 1, limit + 1):
+            _insert(tokens, tables, capacity, end, min_n, max_n, earliest)
+        indexed[row] = max(indexed[row], limit)
+
+        best_n = 0
         best_end = length
-        for distance in range(1, length):
-            end = distance if earliest else length - distance
-            if tokens[end - 1] != last:
-                continue
-            n = 1
-            while n < max_n and n < end and tokens[end - 1 - n] == tokens[length - 1 - n]:
-                n += 1
-            has_room = earliest or length - end >= k
-            if n > best_n or (n == best_n and has_room and not earliest and 0 < length - best_end < k):
+        hashed = 0
+        for n in range(1, min(max_n, length - 1) + 1):
+            hashed = (hashed + tokens[length - n] + 1) * MULTIPLIER
+            hashed ^= hashed >> 32
+            if n >= min_n:
+                end = tables[_find(tokens, tables, (n - min_n) * capacity, capacity, hashed, length, n)]
+                if end == 0:
+                    break
                 best_n = n
                 best_end = end
-                if n == max_n and has_room:
-                    break
+        for end in range(length - 1, max(0, limit), -1):
+            n = 0
+            while n < max_n and n < end and tokens[end - 1 - n] == tokens[length - 1 - n]:
+                n += 1
+            if n > best_n and n >= min_n:
+                best_n = n
+                best_end = end
         count = min(caps[i], length - best_end)
         for j in range(count):
             drafts[row, j] = tokens[best_end + j]
         counts[row] = count
-        matches[row] = best_n if best_end < length else 0
+        matches[row] = best_n
 
 
 # The one form in which the kernel is compiled; the arguments in order.
@@ -115,6 +174,9 @@ KERNEL_SIGNATURE = (
     int64,
     int64,
     boolean,
+    int64[::1],
+    int64[::1],
+    int64[::1],
     int32[:, ::1],
     int32[::1],
     int32[::1],
@@ -124,6 +186,9 @@ KERNEL_SIGNATURE = (
 class NgramProposer(Proposer):
     """Draft for every running request by the n-gram rule, one kernel call per step.
 
+    A request has a hash table for each n, from n-grams to where they ended, which follows its committed tokens. It is
+    made when the request is first drafted for and forgotten when it gives its row back.
+
     Args:
         token_table: the running requests' tokens, kept by the scheduler.
         num_speculative_tokens: longest draft.
@@ -131,11 +196,10 @@ class NgramProposer(Proposer):
         prompt_lookup_max: longest n-gram looked for.
         prompt_lookup_tie: "latest" or "earliest", which of several matches is copied.
 
-    Cost: compiles the kernel, or loads it, at construction; later allocates the drafts' lists and nothing
-    else.
+    Cost: compiles the kernel, or loads it, at construction. A step's lookup does not depend on the context; the first
+    one of a request reads all its tokens. Memory is 5 to 16 bytes per token and n.
 
-    Source: vLLM's pull request "[V1][Spec Decode] Ngram Spec Decode"; prompt lookup decoding (A. Saxena,
-    2023).
+    Source: vLLM's pull request "[V1][Spec Decode] Ngram Spec Decode"; prompt lookup decoding (A. Saxena, 2023).
     """
 
     def __init__(
@@ -147,7 +211,7 @@ class NgramProposer(Proposer):
         prompt_lookup_max: int,
         prompt_lookup_tie: str = "latest",
     ) -> None:
-        num_rows, width = token_table.token_ids.shape
+        num_rows, _ = token_table.token_ids.shape
         self._token_ids = token_table.token_ids
         self._num_speculative_tokens = num_speculative_tokens
         earliest = prompt_lookup_tie == "earliest"
@@ -159,11 +223,12 @@ class NgramProposer(Proposer):
         self._counts = np.zeros(num_rows, np.int32)
         self._matches = np.zeros(num_rows, np.int32)
 
-        # Compiled, then run once over a whole row: the first request waits for nothing.
+        self._row_of: dict[str, int] = {}  # the requests that have tables
+        self._tables: dict[int, npt.NDArray[np.int32]] = {}  # row -> [max_n - min_n + 1, capacity]
+        self._addresses = np.zeros(num_rows, np.int64)
+        self._capacities = np.zeros(num_rows, np.int64)
+        self._indexed = np.zeros(num_rows, np.int64)
         warmup(propose_kernel, [KERNEL_SIGNATURE])
-        self._lengths[0] = width
-        self._caps[0] = num_speculative_tokens
-        self._lookup(1)
 
     def propose(self, requests: Sequence[Request]) -> None:
         """Set ``_spec_token_ids`` of every request; see ``Proposer``."""
@@ -175,9 +240,15 @@ class NgramProposer(Proposer):
             cap = request.max_draft_tokens(self._num_speculative_tokens)
             if cap == 0:
                 continue
+            row, num_tokens = request.row, request.num_tokens
+            if request.request_id not in self._row_of:
+                self._row_of[request.request_id] = row
+                self._allot(row, num_tokens)
+            elif 4 * num_tokens > 3 * self._capacities[row]:
+                self._allot(row, num_tokens)
             index = len(eligible)
-            self._rows[index] = request.row
-            self._lengths[index] = request.num_tokens
+            self._rows[index] = row
+            self._lengths[index] = num_tokens
             self._caps[index] = cap
             eligible.append(request)
         if not eligible:
@@ -189,6 +260,22 @@ class NgramProposer(Proposer):
             request._spec_match_length = int(self._matches[row])
             request._spec_source = "ngram"
 
+    def released(self, request: Request) -> None:
+        """Forget a request's tables; see ``Proposer``."""
+        row = self._row_of.pop(request.request_id, None)
+        if row is not None:
+            del self._tables[row]
+            self._addresses[row] = 0
+
+    def _allot(self, row: int, num_tokens: int) -> None:
+        """Give a row empty tables, which the lookup then fills to a half at most; they grow at three quarters."""
+        min_n, max_n, *_ = self._rule
+        capacity = 1 << (2 * num_tokens + 63).bit_length()
+        self._tables[row] = np.zeros((max_n - min_n + 1, capacity), np.int32)
+        self._addresses[row] = self._tables[row].ctypes.data
+        self._capacities[row] = capacity
+        self._indexed[row] = 0
+
     def _lookup(self, num_requests: int) -> None:
         propose_kernel(
             self._token_ids,
@@ -196,6 +283,9 @@ class NgramProposer(Proposer):
             self._lengths[:num_requests],
             self._caps[:num_requests],
             *self._rule,
+            self._addresses,
+            self._capacities,
+            self._indexed,
             self._drafts,
             self._counts,
             self._matches,

@@ -70,6 +70,7 @@ class TestSpeculativeConfig:
             ({"method": "ngram", "num_speculative_tokens": 2.5}, "must be an integer, got 2.5"),
             ({"method": "ngram", "num_speculative_tokens": True}, "must be an integer, got True"),
             ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max must be at least 1, got 0"),
+            ({"method": "ngram", "prompt_lookup_max": 33}, "are 33 lengths to look up, at most 32 are kept"),
             ({"method": "ngram", "prompt_lookup_min": -1}, "prompt_lookup_min must be at least 1, got -1"),
             ({"method": "ngram", "prompt_lookup_tie": "first"}, "one of 'latest', 'earliest', got 'first'"),
             ({"method": "ngram", "adaptive": "yes"}, "adaptive must be True or False"),

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import numba
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,30 +48,24 @@ CASES = [
 
 
 def kernel_drafts(rows, *, min_n, max_n, k, tie, caps=None, row_order=None):
-    """Run the kernel once over all rows; return their drafts in the order given."""
+    """Draft once for requests of these tokens in these rows; return their drafts in the order given."""
     row_order = row_order or list(range(len(rows)))
-    width = max(1, *(len(row) for row in rows)) + k
-    token_ids = np.full((len(rows), width), -7, np.int32)  # what lies behind a row's length is never read
-    for row, tokens in zip(row_order, rows, strict=True):
-        token_ids[row, : len(tokens)] = tokens
-    drafts = np.full((len(rows), k), -9, np.int32)
-    counts = np.full(len(rows), -9, np.int32)
-    propose_kernel(
-        token_ids,
-        np.array(row_order, np.int32),
-        np.array([len(tokens) for tokens in rows], np.int32),
-        np.array(caps or [k] * len(rows), np.int32),
-        min_n,
-        max_n,
-        k,
-        tie == "earliest",
-        drafts,
-        counts,
-        np.zeros(len(rows), np.int32),
-    )
-    for row in range(len(rows)):
-        assert (drafts[row, counts[row] :] == -9).all(), "the kernel writes no further than its count"
-    return [drafts[row, : counts[row]].tolist() for row in row_order]
+    table = TokenTable(len(rows), max(len(row) for row in rows) + k)
+    table.token_ids[:] = -7  # what lies behind a row's length is never read
+    proposer = make_proposer(table, min_n=min_n, max_n=max_n, k=k, tie=tie)
+    proposer._drafts[:] = -9
+    requests = []
+    for row, tokens, cap in zip(row_order, rows, caps or [k] * len(rows), strict=True):
+        request = make_request(f"r{row}", tokens, max_tokens=cap + 1)
+        request.num_computed_tokens = len(tokens) - 1
+        request.row = row
+        table.token_ids[row, : len(tokens)] = tokens
+        requests.append(request)
+    proposer.propose(requests)
+    for request in requests:
+        num_drafts = len(request._spec_token_ids)
+        assert (proposer._drafts[request.row, num_drafts:] == -9).all(), "the kernel writes no further than its count"
+    return [request._spec_token_ids for request in requests]
 
 
 def run_request(table, tokens, *, num_prompt_tokens=None, num_computed_tokens=None, max_tokens=100):
@@ -114,13 +106,6 @@ class TestTable:
         """The slow version of the rule gives the table's draft."""
         expected = {"earliest": earliest, "latest": latest}[tie]
         assert ngram_draft(tokens, min_n=min_n, max_n=max_n, k=k, tie=tie) == expected
-
-    @pytest.mark.parametrize("tie", TIES)
-    @pytest.mark.parametrize("tokens,min_n,max_n,k,earliest,latest", CASES)
-    def test_kernel_gives_the_expected_draft(self, tokens, min_n, max_n, k, earliest, latest, tie):
-        """The kernel gives the table's draft."""
-        expected = {"earliest": earliest, "latest": latest}[tie]
-        assert kernel_drafts([tokens], min_n=min_n, max_n=max_n, k=k, tie=tie) == [expected]
 
     @pytest.mark.parametrize("tie", TIES)
     @pytest.mark.parametrize("tokens,min_n,max_n,k,earliest,latest", [case for case in CASES if case.values[0]])
@@ -173,29 +158,8 @@ class TestBatch:
             [9, 7],
         ]
 
-    @pytest.mark.parametrize("tie", TIES)
-    @pytest.mark.parametrize("batch", [1, 8, 64])
-    def test_thread_count_changes_nothing(self, batch, tie):
-        """Drafts are the same with one Numba thread and with all there are, up to 8; none is empty."""
-        rng = np.random.default_rng(1234)
-        token_ids = rng.integers(0, 32000, (batch, 4096))
-        for row in token_ids:
-            start = rng.integers(0, 3000)
-            row[-64:] = row[start : start + 64]
-        rows = token_ids.tolist()
-        before = numba.get_num_threads()
-        try:
-            results = []
-            for num_threads in (1, min(8, numba.config.NUMBA_NUM_THREADS)):
-                numba.set_num_threads(num_threads)
-                results.append(kernel_drafts(rows, min_n=3, max_n=5, k=5, tie=tie))
-        finally:
-            numba.set_num_threads(before)
-        assert results[0] == results[1]
-        assert all(results[0])
 
-
-token_rows = st.integers(2, 4).flatmap(lambda size: st.lists(st.integers(0, size - 1), max_size=60))
+token_rows = st.integers(2, 4).flatmap(lambda size: st.lists(st.integers(0, size - 1), min_size=1, max_size=60))
 
 
 class TestBruteForce:
@@ -219,6 +183,58 @@ class TestBruteForce:
         ]
         order = data.draw(st.permutations(range(len(rows))))
         assert kernel_drafts(rows, min_n=min_n, max_n=max_n, k=k, tie=tie, caps=caps, row_order=order) == expected
+
+
+class TestIndex:
+    @settings(max_examples=300, deadline=None)
+    @given(
+        tokens=token_rows,
+        more=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=70), max_size=8),
+        bounds=st.tuples(st.integers(1, 6), st.integers(1, 6)).map(sorted),
+        k=st.integers(1, 8),
+        tie=st.sampled_from(TIES),
+    )
+    def test_every_step_equals_the_definition(self, tokens, more, bounds, k, tie):
+        """Whatever a step commits, the index gives the draft of the rule, also when its tables have grown."""
+        min_n, max_n = bounds
+        table = TokenTable(1, 1000)
+        proposer = make_proposer(table, min_n=min_n, max_n=max_n, k=k, tie=tie)
+        request = run_request(table, tokens, max_tokens=10_000)
+        for chunk in [[], *more]:
+            for token in chunk:
+                table.token_ids[0, request.num_tokens] = token
+                request.append_output_token(token)
+            table.token_ids[0, request.num_tokens] = 1  # a rejected draft of the step before
+            request.num_computed_tokens = request.num_tokens - 1
+            proposer.propose([request])
+            expected = ngram_draft(request.all_token_ids, min_n=min_n, max_n=max_n, k=k, tie=tie)
+            assert request._spec_token_ids == expected
+
+    def test_a_row_that_changes_hands_starts_anew(self):
+        """Nothing of the request before is drafted for the next one of its row, and memory goes with the request."""
+        table = TokenTable(1, 64)
+        proposer = make_proposer(table)
+        first = run_request(table, [1, 2, 3, 1, 2])
+        proposer.propose([first])
+        assert first._spec_token_ids == [3, 1]
+        table.release(first.row)
+        proposer.released(first)
+        proposer.released(first)  # once more does no harm
+        assert (proposer._row_of, proposer._tables) == ({}, {})
+        second = run_request(table, [4, 2, 1, 2])
+        proposer.propose([second])
+        assert second._spec_token_ids == ngram_draft([4, 2, 1, 2], min_n=2, max_n=2, k=2)
+
+    def test_a_preempted_request_gets_its_drafts_in_another_row(self):
+        """Its index is made again from its tokens."""
+        table = TokenTable(2, 64)
+        proposer = make_proposer(table)
+        request = run_request(table, [1, 2, 3, 1, 2])
+        proposer.propose([request])
+        proposer.released(request)
+        request.row = table.acquire(request.all_token_ids)
+        proposer.propose([request])
+        assert (request.row, request._spec_token_ids) == (1, [3, 1])
 
 
 class TestEligibility:
