@@ -5,6 +5,7 @@ from typing import Protocol
 
 from engine_v1.core.scheduler_output import TokenLogprobs
 from engine_v1.sampling_params import SamplingParams
+from engine_v1.structured_output.grammar import Grammar
 
 
 class RequestStatus(enum.IntEnum):
@@ -68,6 +69,7 @@ class Request:
         cache_salt: requests share cached blocks only with those of the same salt.
         prompt: the prompt's text where it was given as text.
         detokenizer: receives every committed token; None for no text.
+        grammar: what the output follows, advanced by every committed token; None for no such form.
         arrival_time: seconds, ``time.time()``.
     """
 
@@ -85,6 +87,7 @@ class Request:
         cache_salt: str | None = None,
         prompt: str | None = None,
         detokenizer: Detokenizer | None = None,
+        grammar: Grammar | None = None,
         arrival_time: float = 0.0,
     ) -> None:
         assert prompt_token_ids, "a request has at least one prompt token"
@@ -100,6 +103,7 @@ class Request:
         self.sample_index = sample_index
         self.cache_salt = cache_salt
         self.detokenizer = detokenizer
+        self.grammar = grammar
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None

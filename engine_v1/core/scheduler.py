@@ -120,6 +120,7 @@ class Scheduler:
         if not step.preempted_req_ids:
             budget = self._schedule_waiting(step, budget)
         self._schedule_drafts(step, budget)
+        self._mask_by_grammar(step)
         return step
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
@@ -195,6 +196,13 @@ class Scheduler:
                 share.num_scheduled_tokens += granted
                 share.new_block_ids = share.new_block_ids + new_blocks
                 budget -= granted
+
+    def _mask_by_grammar(self, step: SchedulerOutput) -> None:
+        """Say for every sampled row of a request with a grammar what it allows there."""
+        for share in step.scheduled:
+            grammar = self.requests[share.request_id].grammar
+            if grammar is not None and share.samples:
+                share.grammar_masks = grammar.masks(share.spec_token_ids)
 
     def _chunk(self, num_pending: int) -> int:
         threshold = self.config.long_prefill_token_threshold
@@ -318,6 +326,8 @@ class Scheduler:
         for count, token_id in enumerate(token_ids, start=1):
             self.token_table.token_ids[request.row, request.num_tokens] = token_id
             request.append_output_token(token_id)
+            if request.grammar is not None:
+                request.grammar.advance(token_id)
             if logprobs is not None:
                 request.logprobs.append(logprobs[count - 1])
             status = self._stop_status(request, token_id)

@@ -36,6 +36,8 @@ class ScheduledRequest:
     prompt_logprob_positions: range = range(0)  # where log probabilities of the prompt's next token are wanted
     new_block_ids: list[int] = field(default_factory=list)
     spec_token_ids: list[int] = field(default_factory=list)  # drafts to verify; only where it samples
+    # uint32[len(spec_token_ids) + 1, words], the tokens that its grammar allows at each sampled row; None without one
+    grammar_masks: npt.NDArray[np.uint32] | None = None
 
 
 @dataclass(slots=True)

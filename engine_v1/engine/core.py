@@ -14,6 +14,7 @@ from engine_v1.models.config import DecoderConfig
 from engine_v1.models.loader import load_model
 from engine_v1.platforms import get_platform
 from engine_v1.request import Request, RequestStatus
+from engine_v1.spec_decode.grammar_proposer import GrammarProposer
 from engine_v1.spec_decode.ngram_proposer import NgramProposer
 from engine_v1.spec_decode.proposer import Proposer
 from engine_v1.worker.gpu_model_runner import GPUModelRunner
