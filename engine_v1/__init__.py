@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from engine_v1.entrypoints.llm import LLM
     from engine_v1.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpecDecodeMetrics
     from engine_v1.sampling_params import RequestOutputKind, SamplingParams
+    from engine_v1.structured_output.params import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ __all__ = [
     "SamplingParams",
     "SpecDecodeMetrics",
     "SpeculativeConfig",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -35,6 +37,7 @@ _HOMES = {
     "SamplingParams": "engine_v1.sampling_params",
     "SpecDecodeMetrics": "engine_v1.outputs",
     "SpeculativeConfig": "engine_v1.config",
+    "StructuredOutputsParams": "engine_v1.structured_output.params",
 }
 
 

@@ -1,12 +1,13 @@
 """What one request may ask of sampling, stopping and its output, with vLLM's names and defaults."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Self
 
 from engine_v1.config import check_bool, check_float, check_int, refuse_unless_neutral, reject_unknown_options
+from engine_v1.structured_output.params import StructuredOutputsParams
 
 # Below this temperature sampling is arg-max, as in vLLM.
 GREEDY_EPS = 1e-5
@@ -34,7 +35,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "flat_logprobs": (False,),
     "output_kind": (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY),
     "stream_interval": (None, 1),
-    "structured_outputs": (None,),
     "logit_bias": (None, {}),
     "extra_args": (None, {}),
     "bad_words": (None, []),
@@ -88,7 +88,8 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
     skip_clone: bool = False  # vLLM's permission not to copy these parameters; they are copied all the same
-    structured_outputs: Any = None
+    # The form of the output; a dictionary is one of StructuredOutputsParams' fields, and becomes that.
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None  # nothing else may be chosen
     extra_args: dict[str, Any] | None = None
@@ -136,6 +137,8 @@ class SamplingParams:
         """Bring the several ways of saying one thing to one form."""
         self.stop = self.stop_strings
         self.stop_token_ids = list(self.stop_token_ids or ())
+        if self.structured_outputs is not None:
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         if self.seed == -1:
             self.seed = None
         if self.top_k == -1:

@@ -66,9 +66,11 @@ def write_successor_model(
     return _write(directory, config, weights, tokenizer)
 
 
-def write_random_llama(directory: Path, *, seed: int = 0, vocab_size: int = 64, **config: object) -> Path:
-    """A two-layer Llama with random weights."""
-    tokenizer = letter_tokenizer(vocab_size)
+def write_random_llama(
+    directory: Path, *, seed: int = 0, vocab_size: int = 64, tokenizer: Tokenizer | None = None, **config: object
+) -> Path:
+    """A two-layer Llama with random weights, over letters where no tokenizer is given."""
+    tokenizer = letter_tokenizer(vocab_size) if tokenizer is None else tokenizer
     full = _llama_config(vocab_size, hidden_size=64, num_hidden_layers=2) | config
     torch.manual_seed(seed)
     return _write(directory, full, _llama_weights(full), tokenizer)

@@ -138,13 +138,14 @@ def build_engine_core(config: EngineConfig, model_directory: Path, decoder_confi
     )
     proposer = None
     if speculative is not None:
-        proposer = NgramProposer(
+        drafter = NgramProposer(
             token_table,
             num_speculative_tokens=speculative.num_speculative_tokens,
             prompt_lookup_min=speculative.prompt_lookup_min,
             prompt_lookup_max=speculative.prompt_lookup_max,
             prompt_lookup_tie=speculative.prompt_lookup_tie,
         )
+        proposer = GrammarProposer(drafter, num_speculative_tokens=speculative.num_speculative_tokens)
     backend = platform.make_backend(loaded, config, num_blocks=num_blocks)
     logger.info("computing through %s", backend.describe())
     runner = GPUModelRunner(backend, token_table, block_size=block_size, vocab_size=decoder_config.vocab_size)

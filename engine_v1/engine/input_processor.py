@@ -13,6 +13,9 @@ from engine_v1.engine.detokenizer import IncrementalDetokenizer
 from engine_v1.request import Request
 from engine_v1.sample.rng import derive_seed
 from engine_v1.sampling_params import SamplingParams
+from engine_v1.structured_output.compiler import GrammarCompiler
+from engine_v1.structured_output.grammar import Grammar
+from engine_v1.structured_output.params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +123,7 @@ class InputProcessor:
         self._seed = seed
         self._max_logprobs = token_ids.vocab_size if max_logprobs == -1 else max_logprobs
         self._disable_logprobs = disable_logprobs
+        self._grammar_compiler = None if tokenizer is None else _grammar_compiler(tokenizer, token_ids)
         self._num_arrived = 0  # requests made so far: the arrival number of the next
 
     def process(
@@ -206,10 +210,20 @@ class InputProcessor:
             cache_salt=cache_salt,
             prompt=text,
             detokenizer=detokenizer,
+            grammar=self._grammar(params),
             arrival_time=arrival_time,
         )
         self._check_fits(request)
         return request
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar that an output is to follow, where one is asked for."""
+        form = params.structured_outputs
+        if not isinstance(form, StructuredOutputsParams):
+            return None
+        if self._grammar_compiler is None:
+            raise ValueError("structured_outputs need a tokenizer; load the model with one.")
+        return self._grammar_compiler.compile(form, params.stop_token_ids or ())
 
     def _read_prompt(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[str | None, list[int], str | None]:
         """Return a prompt's text (where it has one), its token ids and its cache salt."""
@@ -299,6 +313,16 @@ class InputProcessor:
             # At least one, for check_fits to explain what does not fit.
             return max(1, self._max_total_tokens - num_prompt_tokens)
         return min(params.max_tokens, self._max_model_len - num_prompt_tokens)
+
+
+def _grammar_compiler(tokenizer: Tokenizer, token_ids: TokenIds) -> GrammarCompiler:
+    first = [] if token_ids.eos_token_id is None else [token_ids.eos_token_id]
+    return GrammarCompiler(
+        tokenizer,
+        token_ids.vocab_size,
+        special_token_ids=token_ids.special_token_ids,
+        eos_token_ids=[*first, *sorted(token_ids.extra_eos_token_ids)],
+    )
 
 
 def list_prompts(prompts: Any) -> list[Prompt]:

@@ -19,8 +19,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_CACHED = 64  # grammars kept for requests to come; a compiled schema takes some hundred kilobytes
 
-# Between the tokens of JSON. A model that may write any whitespace sometimes writes nothing else until its length ends.
-_WHITESPACE = " ?"
+# The spacing of JSON where nothing is said of it: that of Python's json.dumps. A model that may write any whitespace
+# sometimes writes nothing else until its length ends, and where it has a choice no token is forced.
+_SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_NO_SPACING = {"whitespace_flexible": False}
 
 
 class GrammarCompiler:
@@ -63,7 +65,9 @@ class GrammarCompiler:
         """
         end_token_ids = list(dict.fromkeys([*self._eos_token_ids, *stop_token_ids]))
         if not end_token_ids:
-            raise ValueError("structured_outputs need a token that ends the output; the model has no EOS: stop_token_ids")
+            raise ValueError(
+                "structured_outputs need a token that ends the output; without an EOS give stop_token_ids."
+            )
         source = _source(params)
         start = self._compiled.get(source)
         if start is None:
@@ -109,21 +113,21 @@ def _source(params: StructuredOutputsParams) -> str:
         quoted = (json.dumps(one, ensure_ascii=False) for one in params.choice)
         return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
     if params.grammar is not None:
-        return grammar_from("grammar", params.grammar)
+        try:
+            return grammar_from("grammar", params.grammar)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs do not compile: {error}") from error
     schema = params.schema()
     if params.disable_additional_properties:
         schema = _without_additional_properties(schema)
-    whitespace = params.whitespace_pattern or _WHITESPACE
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema),
-        overrides={"whitespace_flexible": False}
-        if params.disable_any_whitespace
-        else {"whitespace_pattern": whitespace},
-    )
+    spacing: Any = _NO_SPACING if params.disable_any_whitespace else _SPACING
+    if params.whitespace_pattern is not None:
+        spacing = {"whitespace_pattern": params.whitespace_pattern}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=spacing)
 
 
 def _without_additional_properties(schema: Any) -> Any:
-    """Return a schema whose objects have only the properties they list, where it does not say itself what others are."""
+    """Return a schema whose objects have only the properties they list, unless it says what others are."""
     if isinstance(schema, list):
         return [_without_additional_properties(one) for one in schema]
     if not isinstance(schema, dict):

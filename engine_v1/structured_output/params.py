@@ -28,7 +28,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None  # True: any JSON object
     disable_any_whitespace: bool = False  # JSON without whitespace outside of strings
     disable_additional_properties: bool = False  # JSON objects have only the properties that the schema lists
-    whitespace_pattern: str | None = None  # what may stand between the tokens of JSON; None: at most one space
+    whitespace_pattern: str | None = None  # between the tokens of JSON; None: a space after each comma and colon
     structural_tag: str | None = None
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -46,16 +46,20 @@ class StructuredOutputsParams:
         self._check_kind(given[0], getattr(self, given[0]))
         check_bool("disable_any_whitespace", self.disable_any_whitespace)
         check_bool("disable_additional_properties", self.disable_additional_properties)
-        pattern = self.whitespace_pattern
-        if pattern is not None and (not isinstance(pattern, str) or not pattern):
+        pattern: Any = self.whitespace_pattern
+        if pattern is not None and not (isinstance(pattern, str) and pattern):
             raise ValueError(f"whitespace_pattern must be a regular expression, got {pattern!r}.")
         if pattern is not None and self.disable_any_whitespace:
             raise ValueError(f"whitespace_pattern={pattern!r} and disable_any_whitespace=True exclude each other.")
 
-    @property
-    def kind(self) -> str:
-        """Which of the five is given."""
-        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+    @classmethod
+    def of(cls, given: Any) -> "StructuredOutputsParams":
+        """Return a form that is one already, or a dictionary of its fields."""
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, Mapping):
+            return cls(**given)
+        raise ValueError(f"structured_outputs must be a StructuredOutputsParams or a dictionary, got {given!r}.")
 
     @staticmethod
     def _check_kind(kind: str, value: Any) -> None:

@@ -47,14 +47,11 @@ class GrammarVocabulary:
         for lead in ("", "\n"):
             ids = self._tokenizer.encode(lead + text, add_special_tokens=False).ids
             num_lead, lead_bytes = 0, b""
-            while len(lead_bytes) < len(lead.encode()) and num_lead < len(ids):
+            while lead_bytes.strip(b" ") != lead.encode() and num_lead < len(ids):
                 lead_bytes += self.tokens[ids[num_lead]]
                 num_lead += 1
-            if lead_bytes.lstrip(b" ") != lead.encode():
-                continue
             spelled = _longest_spelling(ids[num_lead:], self.tokens, text.encode())
-            if len(spelled) > len(best):
-                best = spelled
+            best = max(best, spelled, key=len)
         return best
 
 

@@ -67,7 +67,11 @@ class GPUModelRunner:
         num_logprobs = self.input_batch.num_logprobs
         token_ids, status = self.backend.sample(
             inputs.sample_indices,
-            self.input_batch.sampling_rows(inputs.sample_rows, inputs.positions[inputs.sample_indices]),
+            self.input_batch.sampling_rows(
+                inputs.sample_rows,
+                inputs.positions[inputs.sample_indices],
+                {s.row: s.grammar_masks for s in step.scheduled if s.grammar_masks is not None},
+            ),
             keep_logits=bool((num_logprobs[inputs.sample_rows] >= 0).any()),
         )
         wanted = self._verify(step.scheduled, token_ids, status, output)

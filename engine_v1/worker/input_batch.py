@@ -1,5 +1,7 @@
 """What the runner remembers between steps about each row of the token table."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -7,7 +9,7 @@ from engine_v1.core.scheduler_output import NewRequestData, SchedulerOutput
 from engine_v1.sample.sampler import SamplingRows
 from engine_v1.sample.token_masks import TokenMask, token_mask
 
-_RESTRICTIONS = ("allowed_token_ids",)
+_RESTRICTIONS = ("allowed_token_ids", "structured_outputs")
 
 
 class InputBatch:
@@ -57,14 +59,20 @@ class InputBatch:
         if params.allowed_token_ids is not None:
             self.masks[row] = token_mask(params.allowed_token_ids, self.vocab_size)
 
-    def sampling_rows(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> SamplingRows:
+    def sampling_rows(
+        self,
+        rows: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int64],
+        grammar_masks: Mapping[int, npt.NDArray[np.uint32]],
+    ) -> SamplingRows:
         """Return what to sample with.
 
         Args:
             rows: int32[num_sampled], row of each sampled position.
             positions: int64[num_sampled], the position whose logits are sampled; they decide the token after it.
+            grammar_masks: row -> uint32[positions of that row, words], the tokens that its grammar leaves at each.
         """
-        mask_index, masks = self._masks_of(rows)
+        mask_index, masks = self._masks_of(rows, grammar_masks)
         return SamplingRows(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -76,12 +84,26 @@ class InputBatch:
             masks=masks,
         )
 
-    def _masks_of(self, rows: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32] | None]:
-        """Return which mask each sampled position has, and the masks of this step; rows of a request share one."""
+    def _masks_of(
+        self, rows: npt.NDArray[np.int32], grammar_masks: Mapping[int, npt.NDArray[np.uint32]]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32] | None]:
+        """Return which mask each sampled position has, and the masks of this step.
+
+        Positions of a request share the mask of its allowed ids; with a grammar each has its own. Rows
+        [4, 4, 6, 7, 7] where 4 has a grammar and 7 allowed ids -> indices [0, 1, -1, 2, 2].
+        """
         mask_index = np.full(len(rows), -1, np.int32)
-        masked = [row for row in dict.fromkeys(rows.tolist()) if row in self.masks] if self.masks else []
-        if not masked:
-            return mask_index, None
-        for i, row in enumerate(masked):
-            mask_index[rows == row] = i
-        return mask_index, np.stack([self.masks[row] for row in masked])
+        parts: list[npt.NDArray[np.uint32]] = []
+        num_masks = 0
+        for row in dict.fromkeys(rows.tolist()) if self.masks or grammar_masks else ():
+            allowed, of_grammar = self.masks.get(row), grammar_masks.get(row)
+            if of_grammar is not None:
+                mask_index[rows == row] = num_masks + np.arange(len(of_grammar))
+                parts.append(of_grammar if allowed is None else of_grammar & allowed)
+            elif allowed is not None:
+                mask_index[rows == row] = num_masks
+                parts.append(allowed[None])
+            else:
+                continue
+            num_masks += len(parts[-1])
+        return mask_index, np.concatenate(parts) if parts else None

@@ -109,7 +109,6 @@ def test_bad_values_raise(given, message):
         {"min_tokens": 2},
         {"flat_logprobs": True},
         {"output_kind": RequestOutputKind.DELTA},
-        {"structured_outputs": {"json": {}}},
         {"logit_bias": {1: 1.0}},
         {"extra_args": {"a": 1}},
         {"bad_words": ["a"]},

@@ -4,6 +4,7 @@ import pytest
 from engine_v1.core.scheduler_output import TokenLogprobs
 from engine_v1.request import RequestStatus
 from tests.factories import EOS, make_request, make_scheduler, run_step, sampled, scheduled_tokens
+from tests.v1.structured_output.grammars import ids, make_grammar, sets
 
 
 def add(scheduler, *requests):
@@ -447,3 +448,22 @@ class TestPrefixSharingUnderSpeculation:
             scheduler.update_from_output(step, sampled({s.request_id: [0] for s in step.scheduled}))
             scheduler.finish_requests([other.request_id], RequestStatus.FINISHED_ABORTED)
             scheduler.check_integrity()
+
+
+class TestGrammar:
+    def test_every_sampled_row_has_a_mask_and_only_committed_tokens_count(self):
+        """A chunk that samples nothing has no masks; d drafts have d + 1; rejected drafts leave the grammar alone."""
+        scheduler = make_scheduler(max_num_seqs=4, max_num_batched_tokens=4)
+        request, plain = make_request("r0", 6), make_request("r1", 1)
+        request.grammar = make_grammar(regex="[ab]*c")
+        add(scheduler, request)
+        assert run_step(scheduler).scheduled[0].grammar_masks is None
+        step = run_step(scheduler, {"r0": ids("a")})
+        assert sets(step.scheduled[0].grammar_masks) == ["abc"]
+        add(scheduler, plain)
+        request._spec_token_ids = ids("bc")
+        step = run_step(scheduler, {"r0": ids("bb"), "r1": [5]})
+        by_id = {share.request_id: share for share in step.scheduled}
+        assert sets(by_id["r0"].grammar_masks) == ["abc", "abc", "."]
+        assert by_id["r1"].grammar_masks is None
+        assert sets(request.grammar.masks(ids("c"))) == ["abc", "."]
