@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine_v1.config import SpeculativeConfig
+    from engine_v1.engine.engine_thread import EngineDeadError
+    from engine_v1.entrypoints.async_llm import AsyncLLM
     from engine_v1.entrypoints.llm import LLM
     from engine_v1.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpecDecodeMetrics
     from engine_v1.sampling_params import RequestOutputKind, SamplingParams
@@ -14,7 +16,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
+    "EngineDeadError",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
@@ -28,8 +32,10 @@ __all__ = [
 
 # Resolved on first use, so that importing the package loads no torch and compiles nothing.
 _HOMES = {
+    "AsyncLLM": "engine_v1.entrypoints.async_llm",
     "LLM": "engine_v1.entrypoints.llm",
     "CompletionOutput": "engine_v1.outputs",
+    "EngineDeadError": "engine_v1.engine.engine_thread",
     "Logprob": "engine_v1.outputs",
     "RequestMetrics": "engine_v1.outputs",
     "RequestOutput": "engine_v1.outputs",

@@ -33,8 +33,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "prompt_logprob_start": (None, 0),
     "logprob_token_ids": (None,),
     "flat_logprobs": (False,),
-    "output_kind": (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY),
-    "stream_interval": (None, 1),
     "logit_bias": (None, {}),
     "extra_args": (None, {}),
     "bad_words": (None, []),
@@ -85,8 +83,8 @@ class SamplingParams:
     # same text.
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False  # keep the stop string, or the EOS or stop token's text
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    stream_interval: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of AsyncLLM; generate() and stream() have their own
+    stream_interval: int | None = None  # tokens a streamed output waits for, but the first and the last; None: 1
     skip_clone: bool = False  # vLLM's permission not to copy these parameters; they are copied all the same
     # The form of the output; a dictionary is one of StructuredOutputsParams' fields, and becomes that.
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
@@ -192,6 +190,10 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}."
             )
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind must be a RequestOutputKind such as DELTA, got {self.output_kind!r}.")
+        if self.stream_interval is not None:
+            check_int("stream_interval", self.stream_interval, 1)
         for stop in self.stop_strings:
             if not isinstance(stop, str):
                 raise ValueError(f"stop must be a string or a list of strings, got {self.stop!r}.")

@@ -71,11 +71,14 @@ class IncrementalDetokenizer:
 
     def delta(self, *, finished: bool) -> str:
         """Return the text not streamed yet; a possible start of a stop string waits until the request has finished."""
-        end = len(self.text) if finished else len(self.text) - self._num_held_chars
-        if end <= self._num_streamed_chars:
-            return ""
-        start, self._num_streamed_chars = self._num_streamed_chars, end
-        return self.text[start:end]
+        visible = self.visible_text(finished=finished)
+        start, self._num_streamed_chars = self._num_streamed_chars, max(self._num_streamed_chars, len(visible))
+        return visible[start:]
+
+    def visible_text(self, *, finished: bool) -> str:
+        """Return the text so far, but for what may still turn out to be the start of a stop string."""
+        held = 0 if finished else self._num_held_chars
+        return self.text[: max(0, len(self.text) - held)]
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

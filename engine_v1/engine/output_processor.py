@@ -1,6 +1,7 @@
 """Builds what users receive from what the scheduler keeps of a request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Self
 
 from tokenizers import Tokenizer
 
@@ -15,13 +16,29 @@ from engine_v1.outputs import (
     SpecDecodeMetrics,
 )
 from engine_v1.request import Request
+from engine_v1.sampling_params import RequestOutputKind
 
 
 @dataclass
 class OutputCursor:
-    """How much of a request's output its reader has had."""
+    """What its reader has had of a request's output, and how it wants the rest.
 
-    num_tokens: int = 0
+    What was converted for one output is kept for the next, so that streaming costs what is new and not what there is.
+    """
+
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int = 1  # tokens that an output waits for, but for the first and the last
+    num_tokens: int = 0  # the reader has had
+    is_done: bool = False  # the last output was made
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0  # over `logprobs`
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, request: Request, output_kind: RequestOutputKind | None = None) -> Self:
+        """Return the cursor of a reader that has had nothing; None: of the kind that the request asks for."""
+        params = request.sampling_params
+        return cls(output_kind or params.output_kind, params.stream_interval or 1)
 
 
 class OutputProcessor:
@@ -40,47 +57,59 @@ class OutputProcessor:
 
     def make_output(self, request: Request) -> RequestOutput:
         """Return all that a request has given so far. Later steps do not change what was returned."""
-        detokenizer = request.detokenizer
-        text = detokenizer.text if isinstance(detokenizer, IncrementalDetokenizer) else ""
-        return self._output(request, text, 0)
+        return self._output(request, OutputCursor(), finished=request.is_finished)
 
-    def make_delta(self, request: Request, cursor: OutputCursor) -> RequestOutput:
-        """Return what a request has given since the cursor, and move the cursor.
+    def next_output(self, request: Request, cursor: OutputCursor) -> RequestOutput | None:
+        """Return the next output for a reader and move its cursor; None while there is none.
 
-        The texts of all deltas are the final text. Text may lag behind the tokens: by an incomplete
-        character, and by what may become a stop string.
+        A delta holds what is new; the texts of all deltas are the final text. Text may lag behind the tokens: by an
+        incomplete character, and by what may become a stop string.
+
+        Cost: in proportion to what is new, and a copy of lists where the output is cumulative.
         """
-        detokenizer, text = request.detokenizer, ""
-        if isinstance(detokenizer, IncrementalDetokenizer):
-            text = detokenizer.delta(finished=request.is_finished)
-        output = self._output(request, text, cursor.num_tokens)
-        cursor.num_tokens = request.num_output_tokens
-        return output
+        finished = request.is_finished  # before tokens are read: none are added after it
+        num_new = request.num_output_tokens - cursor.num_tokens
+        if not finished:
+            interval = cursor.stream_interval if cursor.num_tokens else 1
+            if num_new < interval or cursor.output_kind == RequestOutputKind.FINAL_ONLY:
+                return None
+        elif cursor.is_done:
+            return None
+        return self._output(request, cursor, finished=finished)
 
-    def _output(self, request: Request, text: str, first: int) -> RequestOutput:
-        """Build an output that holds the request's tokens from index `first` on."""
+    def _output(self, request: Request, cursor: OutputCursor, *, finished: bool) -> RequestOutput:
+        is_delta = cursor.output_kind == RequestOutputKind.DELTA
+        first, cursor.num_tokens = cursor.num_tokens if is_delta else 0, request.num_output_tokens
+        cursor.is_done = finished
+        text = ""
+        if isinstance(request.detokenizer, IncrementalDetokenizer):
+            text = (
+                request.detokenizer.delta(finished=finished)
+                if is_delta
+                else request.detokenizer.visible_text(finished=finished)
+            )
         logprobs: list[PositionLogprobs] | None = None
         cumulative: float | None = None
         if request.sampling_params.logprobs is not None:
-            logprobs = [self._position(entry) for entry in request.logprobs[first:]]
-            cumulative = sum(float(entry.logprobs[0]) for entry in request.logprobs)
+            logprobs = self._logprobs(request, cursor)[first:]
+            cumulative = cursor.cumulative_logprob
         completion = CompletionOutput(
             index=request.sample_index,
             text=text,
             token_ids=request.output_token_ids[first:],
             cumulative_logprob=cumulative,
             logprobs=logprobs,
-            finish_reason=request.status.finish_reason,
-            stop_reason=request.stop_reason,
+            finish_reason=request.status.finish_reason if finished else None,
+            stop_reason=request.stop_reason if finished else None,
             spec_decode_metrics=self._spec_decode_metrics(request),
         )
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=self._prompt_logprobs(request),
+            prompt_logprobs=self._prompt_logprobs(request, cursor, is_first=first == 0),
             outputs=[completion],
-            finished=request.is_finished,
+            finished=finished,
             metrics=RequestMetrics(
                 arrival_time=request.arrival_time,
                 first_scheduled_time=request.first_scheduled_time,
@@ -89,6 +118,13 @@ class OutputProcessor:
             ),
             num_cached_tokens=max(0, request.num_cached_tokens),
         )
+
+    def _logprobs(self, request: Request, cursor: OutputCursor) -> list[PositionLogprobs]:
+        """Convert what is new and return the entries of all tokens that the cursor has."""
+        for entry in request.logprobs[len(cursor.logprobs) : cursor.num_tokens]:
+            cursor.logprobs.append(self._position(entry))
+            cursor.cumulative_logprob += float(entry.logprobs[0])
+        return cursor.logprobs
 
     def _spec_decode_metrics(self, request: Request) -> SpecDecodeMetrics | None:
         if self._num_spec_tokens is None:
@@ -100,10 +136,15 @@ class OutputProcessor:
             per_step_accepted=list(request.step_accepted),
         )
 
-    def _prompt_logprobs(self, request: Request) -> list[PositionLogprobs | None] | None:
-        if request.sampling_params.prompt_logprobs is None:
+    def _prompt_logprobs(
+        self, request: Request, cursor: OutputCursor, *, is_first: bool
+    ) -> list[PositionLogprobs | None] | None:
+        """Return the prompt's entries; of deltas only the first has them."""
+        if request.sampling_params.prompt_logprobs is None or not is_first:
             return None
-        return [None, *map(self._position, request.prompt_logprobs)]
+        new = request.prompt_logprobs[len(cursor.prompt_logprobs) :]
+        cursor.prompt_logprobs += map(self._position, new)
+        return [None, *cursor.prompt_logprobs]
 
     def _position(self, entry: TokenLogprobs) -> PositionLogprobs:
         triples = zip(entry.token_ids.tolist(), entry.logprobs.tolist(), entry.ranks.tolist(), strict=True)

@@ -1,7 +1,6 @@
 """The offline API: a class that loads a model and generates, with vLLM's names."""
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +19,7 @@ from engine_v1.config import (
 )
 from engine_v1.engine.core import EngineCore, build_engine_core
 from engine_v1.engine.input_processor import InputProcessor, Prompt, TokenIds, default_sampling_params, eos_ids
+from engine_v1.engine.llm_engine import LLMEngine
 from engine_v1.engine.metrics import EngineStats, Metric
 from engine_v1.engine.output_processor import OutputCursor, OutputProcessor
 from engine_v1.entrypoints.interrupts import DeferredInterrupt
@@ -28,7 +28,7 @@ from engine_v1.models.loader import load_config, load_generation_config
 from engine_v1.outputs import RequestOutput
 from engine_v1.platforms import get_platform
 from engine_v1.request import Request
-from engine_v1.sampling_params import SamplingParams
+from engine_v1.sampling_params import RequestOutputKind, SamplingParams
 from engine_v1.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -193,20 +193,20 @@ class LLM:
                 directory if tokenizer is None else resolve_model(tokenizer, tokenizer_only=True)
             )
         self._chat_template = chat_template
-        self._lock = threading.RLock()  # one admission, step or abort at a time
-        self._core: EngineCore | None = build_engine_core(self.config, directory, decoder_config)
-        self._surround_engine(load_generation_config(directory), decoder_config.vocab_size)
+        generation_config = load_generation_config(directory)
+        self._default_params = default_sampling_params(generation_config)
+        core = build_engine_core(self.config, directory, decoder_config)
+        self.llm_engine = self._surround(core, generation_config, decoder_config.vocab_size)
 
-    def _surround_engine(self, generation_config: Mapping[str, Any], vocab_size: int) -> None:
-        """Put input and output processing around the engine."""
+    def _surround(self, core: EngineCore, generation_config: Mapping[str, Any], vocab_size: int) -> LLMEngine:
+        """Put input and output processing around the engine core."""
         backend, tokenizer_eos, special = None, None, frozenset[int]()
         if self.tokenizer is not None:
             backend = self.tokenizer.backend
             tokenizer_eos, special = self.tokenizer.eos_token_id, self.tokenizer.all_special_ids
         eos_token_id, extra_eos_token_ids = eos_ids(generation_config, tokenizer_eos)
-        self._default_params = default_sampling_params(generation_config)
-        scheduler, speculative = self._engine.scheduler, self.config.speculative
-        self._input_processor = InputProcessor(
+        scheduler, speculative = core.scheduler, self.config.speculative
+        input_processor = InputProcessor(
             backend,
             TokenIds(vocab_size, eos_token_id, extra_eos_token_ids, special),
             max_model_len=self.config.scheduler.max_model_len,
@@ -217,14 +217,13 @@ class LLM:
             max_logprobs=self.config.model.max_logprobs,
             disable_logprobs=speculative is not None and speculative.disable_logprobs,
         )
-        self._output_processor = OutputProcessor(backend, speculative.num_speculative_tokens if speculative else None)
-        self._stats = None if self.config.disable_log_stats else EngineStats()
+        output_processor = OutputProcessor(backend, speculative.num_speculative_tokens if speculative else None)
+        stats = None if self.config.disable_log_stats else EngineStats()
+        return LLMEngine(core, input_processor, output_processor, stats)
 
     @property
     def _engine(self) -> EngineCore:
-        if self._core is None:
-            raise RuntimeError("this LLM is closed; make a new one.")
-        return self._core
+        return self.llm_engine.core
 
     # ---- generate ----
 
@@ -252,7 +251,7 @@ class LLM:
             ValueError: naming the first bad prompt by its index; nothing of the call has run then.
         """
         self._check_call_options(vllm_options, self.generate)
-        return self._run(self._requests(prompts, sampling_params), use_tqdm=use_tqdm)
+        return self._run(self.llm_engine.make_requests(prompts, sampling_params), use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -289,28 +288,32 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self._run(self._requests(prompts, sampling_params), use_tqdm=use_tqdm)
+        return self._run(self.llm_engine.make_requests(prompts, sampling_params), use_tqdm=use_tqdm)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        output_kind: RequestOutputKind = RequestOutputKind.DELTA,
     ) -> Iterator[RequestOutput]:
         """Generate, and yield what is new of a request after each step that gave it tokens or ended it.
 
-        An output holds the new text, token ids and logprobs alone; the texts of a request's outputs join to its final
-        text. Its `request_id` tells several requests apart, in ascending order of their prompts. Leaving the iteration
+        A delta holds the new text, token ids and logprobs alone; the texts of a request's deltas join to its final
+        text. Its `request_id` tells several requests apart, in ascending order of their prompts. With a
+        `stream_interval` an output waits for that many tokens, the first and the last do not. Leaving the iteration
         early ends its requests.
 
         Args:
             prompts: as in generate().
             sampling_params: as in generate().
+            output_kind: DELTA; CUMULATIVE for everything so far; FINAL_ONLY for one output per request, when it ends.
+                It takes the place of the parameters' own output_kind.
 
         Raises:
             ValueError: naming the first bad prompt by its index, at once and not with the first output.
         """
-        requests = self._requests(prompts, sampling_params)
-        return self._stream(requests)
+        return self._stream(self.llm_engine.make_requests(prompts, sampling_params), output_kind)
 
     def preprocess_chat(
         self,
@@ -373,10 +376,7 @@ class LLM:
         Raises:
             RuntimeError: with disable_log_stats=True.
         """
-        if self._stats is None:
-            raise RuntimeError("no totals are kept with disable_log_stats=True; leave it False to call get_metrics().")
-        with self._lock:
-            return self._stats.snapshot(self._engine.scheduler)
+        return self.llm_engine.get_metrics()
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached prefixes; return whether it was done.
@@ -387,15 +387,11 @@ class LLM:
             reset_connector: must be False.
         """
         refuse_unless_neutral({"reset_connector": reset_connector}, {"reset_connector": (False,)}, "reset_prefix_cache")
-        with self._lock:
-            return self._engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        return self.llm_engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
     def close(self) -> None:
         """End what is running and give the memory back. Every later call but this one raises."""
-        if self._core is not None:
-            with self._lock:
-                self._core.abort_requests(list(self._core.scheduler.requests))
-                self._core = None
+        self.llm_engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -412,31 +408,18 @@ class LLM:
         reject_unknown_options(options, [*own, *_NEUTRAL_CALL_OPTIONS], method.__name__)
         refuse_unless_neutral(options, _NEUTRAL_CALL_OPTIONS, method.__name__)
 
-    def _requests(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
-        with self._lock:
-            _ = self._engine  # raises if this LLM is closed
-            return self._input_processor.process(prompts, params)
-
     def _admit(self, requests: list[Request]) -> None:
-        with self._lock, DeferredInterrupt():
-            for request in requests:
-                self._engine.add_request(request)
+        with DeferredInterrupt():
+            self.llm_engine.add(requests)
 
     def _step(self) -> None:
         """Compute one step. Ctrl-C waits for its end."""
-        with self._lock, DeferredInterrupt():
-            updated = self._engine.step()
-            if self._stats is not None:
-                self._stats.observe(updated)
+        with DeferredInterrupt():
+            self.llm_engine.step()
 
     def _abort(self, requests: list[Request]) -> None:
-        with self._lock, DeferredInterrupt():
-            if self._core is not None:
-                aborted = self._core.abort_requests(r.request_id for r in requests if not r.is_finished)
-                if self._stats is not None:
-                    self._stats.observe(aborted)
+        with DeferredInterrupt():
+            self.llm_engine.abort(requests)
 
     def _run(self, requests: list[Request], *, use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         """Run requests to their end."""
@@ -457,21 +440,23 @@ class LLM:
         finally:
             if progress is not None:
                 progress.close()
-        return [self._output_processor.make_output(request) for request in requests]
+        return [self.llm_engine.make_output(request) for request in requests]
 
-    def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
+    def _stream(self, requests: list[Request], output_kind: RequestOutputKind) -> Iterator[RequestOutput]:
         try:
             self._admit(requests)
-            readers = [(request, OutputCursor()) for request in requests]
+            readers = [(request, OutputCursor.of(request, output_kind)) for request in requests]
             while readers:
                 # Another caller's step may have moved these requests: look before stepping.
-                news = [r for r in readers if r[0].is_finished or r[0].num_output_tokens > r[1].num_tokens]
-                for request, cursor in news:
-                    is_last = request.is_finished  # before the tokens are read, so that none come after it
-                    yield self._output_processor.make_delta(request, cursor)
-                    if is_last:
-                        readers.remove((request, cursor))
-                if not news:
+                has_news = False
+                for request, cursor in readers:
+                    output = self.llm_engine.next_output(request, cursor)
+                    if output is not None:
+                        has_news = True
+                        yield output
+                if has_news:
+                    readers = [reader for reader in readers if not reader[1].is_done]
+                else:
                     self._step()
         finally:
             self._abort(requests)

@@ -78,6 +78,8 @@ def test_defaults_are_those_of_vllm():
         ({"stop": ["a"], "detokenize": False}, "stop strings are only supported when detokenize is True"),
         ({"stop_token_ids": [-1]}, "stop_token_ids must be at least 0, got -1"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids must be an integer, got 'a'"),
+        ({"output_kind": "delta"}, "output_kind must be a RequestOutputKind such as DELTA, got 'delta'."),
+        ({"stream_interval": 0}, "stream_interval must be at least 1, got 0."),
         ({"logprobs": -2}, "logprobs must be non-negative or -1, got -2."),
         ({"prompt_logprobs": 1.5}, "prompt_logprobs must be non-negative or -1, got 1.5."),
         (
@@ -108,7 +110,6 @@ def test_bad_values_raise(given, message):
         {"min_p": 0.1},
         {"min_tokens": 2},
         {"flat_logprobs": True},
-        {"output_kind": RequestOutputKind.DELTA},
         {"logit_bias": {1: 1.0}},
         {"extra_args": {"a": 1}},
         {"bad_words": ["a"]},

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine_v1 import SamplingParams
+from engine_v1 import Logprob, RequestOutputKind, SamplingParams
 from engine_v1.core.scheduler_output import TokenLogprobs
 from engine_v1.engine.detokenizer import IncrementalDetokenizer
 from engine_v1.engine.output_processor import OutputCursor, OutputProcessor
@@ -45,18 +45,70 @@ def test_output_holds_all_so_far_and_does_not_change():
     assert final.outputs[0].finish_reason == "length"
 
 
+def read(processor, request, kind, steps, interval=1):
+    """Commit steps and return the outputs that a reader gets, the last after the request has ended."""
+    cursor, outputs = OutputCursor(kind, interval), []
+    for token_ids in steps:
+        commit(request, token_ids)
+        outputs.append(processor.next_output(request, cursor))
+    request.status = RequestStatus.FINISHED_STOPPED
+    outputs.append(processor.next_output(request, cursor))
+    assert processor.next_output(request, cursor) is None
+    return [output and output.outputs[0] for output in outputs]
+
+
+STEPS = ([1], [2, 3, 4], [], [5])
+
+
 def test_deltas_join_to_the_output():
     """Deltas hold what is new: several tokens after a step that accepted a draft, none twice."""
-    processor, request, cursor = make_processor(), make_text_request(stop="xyz"), OutputCursor()
-    deltas = []
-    for token_ids in ([1], [2, 3, 4], [], [5]):
-        commit(request, token_ids)
-        deltas.append(processor.make_delta(request, cursor).outputs[0])
-    request.status = RequestStatus.FINISHED_STOPPED
-    deltas.append(processor.make_delta(request, cursor).outputs[0])
-    assert [delta.token_ids for delta in deltas] == [[1], [2, 3, 4], [], [5], []]
-    assert [delta.text for delta in deltas] == ["", "bc", "", "d", "ef"]
-    assert [delta.finish_reason for delta in deltas] == [None] * 4 + ["stop"]
+    deltas = read(make_processor(), make_text_request(stop="xyz"), RequestOutputKind.DELTA, STEPS)
+    assert deltas.pop(2) is None
+    assert [delta.token_ids for delta in deltas] == [[1], [2, 3, 4], [5], []]
+    assert [delta.text for delta in deltas] == ["", "bc", "d", "ef"]
+    assert [delta.finish_reason for delta in deltas] == [None] * 3 + ["stop"]
+
+
+def test_cumulative_outputs_hold_all_so_far():
+    """Each output holds what those before it did, and none shows what may become a stop string."""
+    outputs = read(make_processor(), make_text_request(stop="xyz"), RequestOutputKind.CUMULATIVE, STEPS)
+    assert outputs.pop(2) is None
+    assert [output.token_ids for output in outputs] == [[1], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
+    assert [output.text for output in outputs] == ["", "bc", "bcd", "bcdef"]
+
+
+def test_a_final_output_is_the_only_one():
+    """FINAL_ONLY gives one output, when the request has ended."""
+    *before, final = read(make_processor(), make_text_request(), RequestOutputKind.FINAL_ONLY, STEPS)
+    assert before == [None] * 4
+    assert (final.token_ids, final.text) == ([1, 2, 3, 4, 5], "bcdef")
+
+
+def test_outputs_wait_for_the_stream_interval():
+    """But for the first and the last, an output waits for three tokens."""
+    deltas = read(make_processor(), make_text_request(), RequestOutputKind.DELTA, [[1], [2], [3], [4], [5], [6, 7]], 3)
+    assert [delta and delta.token_ids for delta in deltas] == [[1], None, None, [2, 3, 4], None, [5, 6, 7], []]
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_logprobs_are_converted_once(kind):
+    """Streamed entries are those of the final output, the sum is over all so far, and the prompt's come with them."""
+    processor, request, cursor = make_processor(), make_text_request(logprobs=0, prompt_logprobs=0), OutputCursor(kind)
+    request.prompt_logprobs = [make_entry([3], [-4.0], [9])]
+    outputs = []
+    for token in (1, 2, 3):
+        commit(request, [token])
+        request.logprobs.append(make_entry([token], [-float(token)], [1]))
+        outputs.append(processor.next_output(request, cursor))
+    is_delta = kind == RequestOutputKind.DELTA
+    assert [output.outputs[0].cumulative_logprob for output in outputs] == [-1.0, -3.0, -6.0]
+    listed = [[list(entry) for entry in output.outputs[0].logprobs] for output in outputs]
+    assert listed == ([[[1]], [[2]], [[3]]] if is_delta else [[[1]], [[1], [2]], [[1], [2], [3]]])
+    prompt = [None, {3: Logprob(-4.0, 9, "d")}]
+    assert [output.prompt_logprobs for output in outputs] == ([prompt, None, None] if is_delta else [prompt] * 3)
+    whole = processor.make_output(request)
+    assert whole.outputs[0].logprobs == cursor.logprobs
+    assert (whole.outputs[0].cumulative_logprob, whole.prompt_logprobs) == (-6.0, prompt)
 
 
 def test_logprobs_become_dictionaries_with_the_chosen_token_first():

@@ -9,7 +9,7 @@ import threading
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from engine_v1 import LLM, SamplingParams
+from engine_v1 import LLM, RequestOutputKind, SamplingParams
 from engine_v1.config import UnknownOptionError
 from tests.checkpoints import (
     CYCLE_PROMPT,
@@ -183,6 +183,28 @@ class TestStream:
         assert [t for d in deltas for t in d.outputs[0].token_ids] == whole.token_ids
         assert sum(len(d.outputs[0].logprobs) for d in deltas) == len(whole.token_ids)
         assert [d.finished for d in deltas] == [False] * (len(deltas) - 1) + [True]
+
+    @pytest.mark.parametrize("kind", RequestOutputKind)
+    def test_outputs_may_be_of_any_kind(self, llm, kind):
+        """Cumulative outputs grow to the final one, which FINAL_ONLY gives alone."""
+        [whole] = generate(llm, max_tokens=20).outputs
+        outputs = list(llm.stream(CYCLE_PROMPT, greedy(max_tokens=20), output_kind=kind))
+        assert outputs[-1].finished
+        if kind == RequestOutputKind.FINAL_ONLY:
+            assert len(outputs) == 1
+        if kind == RequestOutputKind.DELTA:
+            assert "".join(output.outputs[0].text for output in outputs) == whole.text
+        else:
+            assert all(whole.text.startswith(output.outputs[0].text) for output in outputs)
+            assert (outputs[-1].outputs[0].text, outputs[-1].outputs[0].token_ids) == (whole.text, whole.token_ids)
+
+    def test_outputs_wait_for_the_stream_interval(self, llm):
+        """With an interval of 8 no output but the first and the last holds fewer tokens."""
+        outputs = list(llm.stream(CYCLE_PROMPT, greedy(max_tokens=40, stream_interval=8)))
+        sizes = [len(output.outputs[0].token_ids) for output in outputs]
+        assert sum(sizes) == 40
+        assert all(size >= 8 for size in sizes[1:-1])
+        assert len(sizes) < 7
 
     def test_requests_are_told_apart(self, llm):
         """Deltas of several requests come as they are made, each with its request's id."""
