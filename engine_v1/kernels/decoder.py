@@ -1,7 +1,7 @@
 """A Llama-family decoder on the CPU: packed weights, paged cache and buffers around the kernels of a whole step."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,30 +10,18 @@ from numba import types
 
 from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.kernels import attention, forward, linear, parallel, schedule
+from engine_v1.kernels.formats import TILE_COLUMNS, WeightFormat, float_format, padded
 from engine_v1.kernels.jit import warmup
-from engine_v1.kernels.linear import padded
-from engine_v1.kernels.parallel import num_threads_cached, parallel_entry, run_parallel
-from engine_v1.kernels.tiles import tile_address
+from engine_v1.kernels.packed_weights import DecoderModel, PackedWeights, pack_into, pack_signatures
+from engine_v1.kernels.parallel import num_threads_cached, run_parallel
+from engine_v1.kernels.quantize import byte_row_size
+from engine_v1.models.gguf_checkpoint import GgufMatrix
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 # Parts of split attention that are kept at once: (row, head, span). Beyond, blocks of rows are not split.
 _MAX_PARTS_BYTES = 32 << 20
 
 Array = npt.NDArray[Any]
-
-
-class DecoderModel(Protocol):
-    """What is read of :class:`engine_v1.models.llama.LlamaForCausalLM`."""
-
-    config: Any
-    dtype: torch.dtype
-    layers: list[Any]
-    embed: torch.Tensor
-    norm: torch.Tensor
-    lm_head: torch.Tensor
-    scale: float
-    inv_freq: torch.Tensor
-    rope_scaling: float
 
 
 class CpuDecoder:
@@ -53,6 +41,9 @@ class CpuDecoder:
         max_num_tokens: rows that a step may have.
         max_model_len: positions that a row may have.
         max_logit_rows: rows whose logits are asked for at once.
+        quantization: None for weights in the model's dtype; "int8" rounds them to 8 bits with a scale per output;
+            "gguf" computes with the blocks of the file.
+        blocks: the matrices for "gguf"; see :func:`engine_v1.models.gguf_checkpoint.read_matrices`.
         free_weights: replace the model's packed tensors with empty ones, which halves memory.
         progress: called with a line of text when kernels have to be compiled.
 
@@ -69,6 +60,8 @@ class CpuDecoder:
         max_num_tokens: int,
         max_model_len: int | None = None,
         max_logit_rows: int | None = None,
+        quantization: str | None = None,
+        blocks: Mapping[str, GgufMatrix] | None = None,
         free_weights: bool = False,
         progress: Callable[[str], None] | None = None,
     ) -> None:
@@ -85,15 +78,25 @@ class CpuDecoder:
         self._threads = num_threads_cached()
         self._act = np.dtype(np.uint16 if model.dtype == torch.bfloat16 else np.float32)
         tile, self._forward, self._vocabulary_entry = warm_up(self._act, progress=progress)
-        self._weights = PackedWeights(model, self._act, free_weights=free_weights)
+        self._weights = PackedWeights(
+            model, self._act, quantization=quantization, blocks=blocks, free_weights=free_weights
+        )
         self._rope = _rope_table(model, self.max_model_len)
         self._group_heads: int = config.num_attention_heads // config.num_key_value_heads
         self._block_rows = max(1, attention.QUERY_ROWS // self._group_heads)
-        self._sizes = self._fill_sizes(model, num_blocks, tile)
+        self._sizes = self._fill_sizes(model, num_blocks, tile, self._weights.format, progress)
+        self._vocab_sizes = self._fill_sizes(model, num_blocks, tile, self._weights.vocab_format, progress)
         self._scalars = np.array([config.rms_norm_eps, model.scale * attention.LOG2_E], np.float32)
         self._allocate(model, num_blocks)
 
-    def _fill_sizes(self, model: DecoderModel, num_blocks: int, tile: int) -> Array:
+    def _fill_sizes(
+        self,
+        model: DecoderModel,
+        num_blocks: int,
+        tile: int,
+        form: WeightFormat,
+        progress: Callable[[str], None] | None,
+    ) -> Array:
         config = model.config
         head_pad = padded(config.head_dim)
         max_lines = self._block_rows * self._group_heads
@@ -117,6 +120,12 @@ class CpuDecoder:
             "table_size": padded(table, 8),
             "max_lines": max_lines,
             "tile": tile,
+            "linear_tile": form.tile_address(progress=progress),
+            "step_values": form.step_values,
+            "step_bytes": form.step_bytes,
+            "half_bytes": form.half_bytes,
+            "tail_bytes": form.tail_bytes,
+            "quantized": form.quantized,
         }
         return np.array([values.get(name, 0) for name in forward.SIZE_FIELDS], np.int64)
 
@@ -133,6 +142,9 @@ class CpuDecoder:
         self._qkv = np.zeros(rows * (heads_pad + 2 * kv_pad), np.float32)
         self._q, self._attended = np.zeros(rows * heads_pad, act), np.zeros(rows * heads_pad, act)
         self._mlp = np.zeros(rows * size["inter_pad"], act)
+        widest = max(heads_pad, size["hidden_pad"], size["inter_pad"])
+        any_quantized = self._weights.format.quantized or self._weights.vocab_format.quantized
+        self._byte_rows = np.zeros(max(rows, self.max_logit_rows) * byte_row_size.py_func(widest) if any_quantized else 0, np.uint8)
         self._max_parts = _MAX_PARTS_BYTES // (4 * (size["head_pad"] + 16))
         self._parts = np.zeros(self._max_parts * (size["head_pad"] + 16), np.float32)
         self._scratch = np.zeros(threads * size["scratch_size"], np.float32)
@@ -143,7 +155,7 @@ class CpuDecoder:
         self._hidden = np.zeros((rows, size["hidden_pad"]), act)
         self._logit_rows = np.zeros((self.max_logit_rows, size["hidden_pad"]), act)
         self._logits = np.zeros(0, np.float32)
-        tiles = -(-self.vocab_size // (linear.TILE_COLUMNS * linear.ARGMAX_TILES))
+        tiles = -(-self.vocab_size // (TILE_COLUMNS * linear.ARGMAX_TILES))
         self._best = np.zeros(tiles * self.max_logit_rows, np.float32)
         self._best_id = np.zeros(tiles * self.max_logit_rows, np.int32)
 
@@ -172,6 +184,7 @@ class CpuDecoder:
             (forward.OPERANDS, self._operands),
             (forward.TABLE, self._table),
             (forward.HIDDEN, self._hidden),
+            (forward.BYTE_ROWS, self._byte_rows),
         ):
             self._addresses[place] = array.ctypes.data
 
@@ -255,6 +268,7 @@ class CpuDecoder:
             raise ValueError(f"{len(rows)} rows exceed max_logit_rows={self.max_logit_rows}")
         np.take(self._hidden, rows, axis=0, out=self._logit_rows[: len(rows)], mode="clip")
         a = self._addresses.copy()
+        a[forward.SIZES] = self._vocab_sizes.ctypes.data
         a[forward.VOCAB_X] = self._logit_rows.ctypes.data
         a[forward.VOCAB_ROWS] = len(rows)
         a[forward.VOCAB_AT] = self._weights.lm_head_at
@@ -263,114 +277,9 @@ class CpuDecoder:
         a[forward.VOCAB_LOGITS] = self._logits.ctypes.data
         a[forward.VOCAB_BEST] = self._best.ctypes.data
         a[forward.VOCAB_BEST_ID] = self._best_id.ctypes.data
-        self._sync[: schedule.sync_size(1, self._threads)] = 0
+        self._sync[: schedule.sync_size(2, self._threads)] = 0
         run_parallel(self._vocabulary_entry, self._threads, a)
-        return -(-self.vocab_size // (linear.TILE_COLUMNS * linear.ARGMAX_TILES))
-
-
-class PackedWeights:
-    """A model's weights as the kernels read them: one array per dtype, and where in it each layer's parts start."""
-
-    def __init__(self, model: DecoderModel, act: np.dtype[Any], *, free_weights: bool) -> None:
-        self._act = act
-        config = model.config
-        head_pad = padded(config.head_dim)
-        heads = config.num_attention_heads
-        all_heads = heads + 2 * config.num_key_value_heads
-        # Heads are padded to whole tiles: row h * head_dim + d of the checkpoint is output h * head_pad + d here.
-        head_rows = np.concatenate([h * head_pad + np.arange(config.head_dim) for h in range(all_heads)])
-        self._q_columns = head_rows[: heads * config.head_dim]
-        self._head_rows = head_rows
-        hidden, inter = config.hidden_size, config.intermediate_size
-        shapes = [
-            (all_heads * head_pad, hidden), (hidden, heads * head_pad), (2 * padded(inter), hidden),
-            (hidden, padded(inter)),
-        ]  # fmt: skip
-        layer_size = sum(linear.packed_size(n, k, act) for n, k in shapes)
-        head_size = linear.packed_size(config.vocab_size, hidden, act)
-        # Zeros come from the operating system as large pages where it has them, which streaming needs.
-        self.packed = np.zeros(len(model.layers) * layer_size + head_size, act)
-        self.layers = np.full((len(model.layers), forward.LAYER_COLUMNS), -1, np.int64)
-        self._floats: list[Array] = []
-        self._num_floats = 0
-        at = 0
-        for row, layer in zip(self.layers, model.layers, strict=True):
-            row[forward.WINDOW] = layer.sliding_window or 0
-            at = self._pack_layer(config, row, layer, at)
-            self._pack_vectors(config, row, layer)
-            if free_weights:
-                for name in ("qkv_weight", "o_weight", "gate_up_weight", "down_weight"):
-                    getattr(layer, name).data = torch.empty(0, dtype=model.dtype)
-        self.lm_head_at = at
-        self._pack(model.lm_head, at, config.vocab_size, hidden, np.arange(config.vocab_size), np.arange(hidden))
-        self.final_norm_at = self._add_floats(model.norm, np.arange(hidden), padded(hidden))
-        self.floats = np.concatenate(self._floats)
-        self.embed = _numpy(model.embed, act).reshape(-1)
-
-    def _pack_layer(self, config: Any, row: Array, layer: Any, at: int) -> int:
-        hidden, inter = config.hidden_size, config.intermediate_size
-        heads_pad = config.num_attention_heads * padded(config.head_dim)
-        every, mlp = np.arange(hidden), np.arange(inter)
-        qkv_outputs = padded(config.head_dim) * len(self._head_rows) // config.head_dim
-        gate, up = layer.gate_up_weight.split(inter)
-        row[forward.QKV] = at
-        at = self._pack(layer.qkv_weight, at, qkv_outputs, hidden, self._head_rows, every)
-        row[forward.O_PROJ] = at
-        at = self._pack(layer.o_weight, at, hidden, heads_pad, every, self._q_columns)
-        row[forward.GATE_UP] = at
-        self._pack(gate, at, 2 * padded(inter), hidden, mlp, every, step=2)
-        at = self._pack(up, at, 2 * padded(inter), hidden, mlp, every, step=2, first=1)
-        row[forward.DOWN] = at
-        return self._pack(layer.down_weight, at, hidden, padded(inter), every, mlp)
-
-    def _pack(
-        self,
-        weight: torch.Tensor,
-        at: int,
-        outputs: int,
-        inputs: int,
-        rows: Array,
-        columns: Array,
-        *,
-        step: int = 1,
-        first: int = 0,
-    ) -> int:
-        """Pack a weight as [outputs, inputs] at `at`, its row i as output rows[i], its column j as input columns[j]."""
-        pair = 2 if self._act == np.uint16 else 1
-        end = at + linear.packed_size(outputs, inputs, self._act)
-        out = self.packed[at:end].reshape(-1, padded(inputs, pair) // pair, linear.TILE_COLUMNS, pair)
-        with parallel_entry:
-            linear.pack_into(
-                _numpy(weight, self._act), out, first, step, rows.astype(np.int64), columns.astype(np.int64)
-            )
-        return end
-
-    def _pack_vectors(self, config: Any, row: Array, layer: Any) -> None:
-        hidden, head, inter = config.hidden_size, config.head_dim, config.intermediate_size
-        qkv_outputs = padded(head) * len(self._head_rows) // head
-        place = (
-            np.arange(inter) // linear.TILE_COLUMNS * 2 * linear.TILE_COLUMNS + np.arange(inter) % linear.TILE_COLUMNS
-        )
-        both = np.concatenate([place, place + linear.TILE_COLUMNS])
-        for column, tensor, index, size in (
-            (forward.INPUT_NORM, layer.input_norm, np.arange(hidden), padded(hidden)),
-            (forward.POST_NORM, layer.post_norm, np.arange(hidden), padded(hidden)),
-            (forward.QKV_BIAS, layer.qkv_bias, self._head_rows, qkv_outputs),
-            (forward.O_BIAS, layer.o_bias, np.arange(hidden), padded(hidden)),
-            (forward.GATE_UP_BIAS, layer.gate_up_bias, both, 2 * padded(inter)),
-            (forward.DOWN_BIAS, layer.down_bias, np.arange(hidden), padded(hidden)),
-            (forward.Q_NORM, layer.q_norm, np.arange(head), padded(head)),
-            (forward.K_NORM, layer.k_norm, np.arange(head), padded(head)),
-        ):
-            if tensor is not None:
-                row[column] = self._add_floats(tensor, index, size)
-
-    def _add_floats(self, tensor: torch.Tensor, index: Array, size: int) -> int:
-        values = np.zeros(size, np.float32)
-        values[index] = tensor.detach().float().numpy()
-        self._floats.append(values)
-        self._num_floats += size
-        return self._num_floats - size
+        return -(-self.vocab_size // (TILE_COLUMNS * linear.ARGMAX_TILES))
 
 
 def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None) -> tuple[int, int, int]:
@@ -379,24 +288,18 @@ def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None
     Returns:
         Addresses of the matrix tile, the step and the product with the vocabulary.
     """
-    kind = types.uint16 if act == np.uint16 else types.float32
     i32 = types.Array(types.int32, 1, "C")
     table = types.Array(types.int32, 2, "C")
     floats = types.Array(types.float32, 1, "C")
     parallel.warm_up(progress=progress)
     warmup(forward.pick_best, [(floats, i32, types.int64, types.int64, i32, floats)], progress=progress)
     warmup(attention.plan_units, [(i32, i32, *([types.int64] * 5), table, table)], progress=progress)
-    warmup(linear.pack_into, linear.pack_signatures(kind), progress=progress)
+    warmup(pack_into, pack_signatures(), progress=progress)
     return (
-        tile_address(act, progress=progress),
+        float_format(act).tile_address(progress=progress),
         forward.forward_address(act, progress=progress),
         forward.vocabulary_address(act, progress=progress),
     )
-
-
-def _numpy(tensor: torch.Tensor, act: np.dtype[Any]) -> Array:
-    tensor = tensor.detach().contiguous()
-    return tensor.view(torch.int16).numpy().view(np.uint16) if act == np.uint16 else tensor.numpy()
 
 
 def _array(array: Array, dtype: type[Any]) -> Array:

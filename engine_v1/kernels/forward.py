@@ -11,6 +11,7 @@ from engine_v1.kernels.attention import UNIT_COLUMNS, attend, merge_parts, rope_
 from engine_v1.kernels.elementwise import rms_norm
 from engine_v1.kernels.intrinsics import (
     LANES,
+    address,
     bf16_view,
     float_view,
     int32_matrix,
@@ -22,9 +23,10 @@ from engine_v1.kernels.intrinsics import (
 )
 from engine_v1.kernels.jit import jit, kernel_part, native_function
 from engine_v1.kernels.linear import linear_add, linear_argmax, linear_silu_mul, linear_store
+from engine_v1.kernels.quantize import byte_row_size, quantize_row
 from engine_v1.kernels.schedule import claim, finish
 
-PHASES_PER_LAYER = 9
+PHASES_PER_LAYER = 11
 
 # Columns of the table of layers: where each weight starts, -1 where the model has none; the sliding window, or 0.
 (
@@ -37,16 +39,17 @@ LAYER_COLUMNS = 13
 SIZE_FIELDS = (
     "rows", "units", "merges", "layers", "hidden_size", "hidden_pad", "inter_pad", "heads", "kv_heads", "group_heads",
     "head_size", "head_pad", "rope_half", "num_blocks", "block_size", "final_norm_at", "scratch_size", "act_size",
-    "table_size", "max_lines", "tile",
+    "table_size", "max_lines", "tile", "linear_tile", "step_values", "step_bytes", "half_bytes", "tail_bytes",
+    "quantized",
 )  # fmt: skip
 Sizes = namedtuple("Sizes", (*SIZE_FIELDS, "score_factor"))  # noqa: PYI024  (Numba's named tuples are untyped)
 # Addresses that a step's kernel gets, in this order.
 (
     SIZES, SCALARS, SYNC, LAYERS, WEIGHTS, FLOATS, EMBED, ROPE, IDS, POSITIONS, SLOTS, UNITS, MERGES, SEQ_LENS,
     BLOCK_TABLES, BLOCK_TABLE_COLUMNS, KEYS, VALUES, RESIDUAL, NORMED, QKV_ROWS, Q_ROWS, ATTENDED, MLP, PARTS, SCRATCH,
-    OPERANDS, TABLE, HIDDEN,
-) = range(29)  # fmt: skip
-NUM_ADDRESSES = 29
+    OPERANDS, TABLE, HIDDEN, BYTE_ROWS,
+) = range(30)  # fmt: skip
+NUM_ADDRESSES = 30
 # The same for the product with the vocabulary, where the sizes, weights and scratch keep their places.
 VOCAB_X, VOCAB_ROWS, VOCAB_AT, VOCAB_SIZE, VOCAB_GREEDY, VOCAB_LOGITS, VOCAB_BEST, VOCAB_BEST_ID = range(8, 16)
 # What a phase needs to take part in it: counters, and the thread's places in the scratch arrays.
@@ -54,7 +57,8 @@ Context = namedtuple(  # noqa: PYI024
     "Context",
     (
         "tile", "sync", "threads", "thread", "eps", "table", "table_at", "scratch", "scratch_at", "scores_at",
-        "sums_at",        "acc_at", "stats_at", "act", "row_at", "query_at", "weights_at", "groups_at",
+        "sums_at", "acc_at", "stats_at", "act", "row_at", "query_at", "weights_at", "groups_at", "linear_tile",
+        "step_bytes", "half_bytes", "tail_bytes",
     ),
 )  # fmt: skip
 
@@ -82,16 +86,39 @@ def embed_rows(ctx, phase, m, ids, table, out):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
-def norm_rows(ctx, phase, m, x, floats, weight_at, out):  # type: ignore[no-untyped-def]
-    """RMSNorm of every row of the residual stream."""
+def norm_rows(ctx, phase, m, x, floats, weight_at, out, byte_rows):  # type: ignore[no-untyped-def]
+    """RMSNorm of every row of the residual stream; quantised too where a product follows that wants it."""
     done = 0
     task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
     while count > 0:
         at = task * m.hidden_pad
         rms_norm(x, at, floats, weight_at, m.hidden_size, m.hidden_pad, ctx.eps, out, at)
+        if byte_rows != 0:
+            quantize_row(out, at, m.hidden_pad, byte_rows + task * byte_row_size(m.hidden_pad))
         done += 1
         task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
     finish(ctx.sync, ctx.threads, phase, done, m.rows)
+
+
+@kernel_part
+def quantize_rows(ctx, phase, rows, size, x, byte_rows):  # type: ignore[no-untyped-def]
+    """Quantise rows of `size` values for the product that follows."""
+    done = 0
+    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, rows, 1)
+    while count > 0:
+        quantize_row(x, task * size, size, byte_rows + task * byte_row_size(size))
+        done += 1
+        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, rows, 1)
+    finish(ctx.sync, ctx.threads, phase, done, rows)
+
+
+@kernel_part(forceinline=True)
+def _operands(m, x, size, byte_rows):  # type: ignore[no-untyped-def]
+    """Where a product's rows start, the bytes from one to the next, and its steps along k."""
+    pad = (size + 31) // 32 * 32
+    if byte_rows != 0:
+        return byte_rows, byte_row_size(pad), pad // m.step_values
+    return address(x, 0), pad * x.itemsize, (size + m.step_values - 1) // m.step_values
 
 
 @kernel_part(forceinline=True)
@@ -112,7 +139,8 @@ def make_context(thread, threads, a, m, act):  # type: ignore[no-untyped-def]
     groups_at = weights_at + 12 * 256
     return Context(
         m.tile, sync, threads, thread, eps, table, thread * m.table_size, scratch, scratch_at, scores_at, sums_at,
-        acc_at, stats_at, act, row_at, query_at, weights_at, groups_at,
+        acc_at, stats_at, act, row_at, query_at, weights_at, groups_at, m.linear_tile, m.step_bytes, m.half_bytes,
+        m.tail_bytes,
     )  # fmt: skip
 
 
@@ -131,7 +159,7 @@ def unpack_sizes(sizes, scalars):  # type: ignore[no-untyped-def]
     return Sizes(
         sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
         sizes[11], sizes[12], sizes[13], sizes[14], sizes[15], sizes[16], sizes[17], sizes[18], sizes[19], sizes[20],
-        scalars[1],
+        sizes[21], sizes[22], sizes[23], sizes[24], sizes[25], sizes[26], scalars[1],
     )  # fmt: skip
 
 
@@ -146,7 +174,7 @@ def decode_layers(ctx, m, a, act):  # type: ignore[no-untyped-def]
         act: makes an array of the operands' dtype from an address.
     """
     layers = int64_matrix(a[LAYERS], LAYER_COLUMNS)
-    weights, floats, rope = act(a[WEIGHTS], 1), float_view(a[FLOATS], 1), float_view(a[ROPE], 1)
+    floats, rope, weights = float_view(a[FLOATS], 1), float_view(a[ROPE], 1), a[WEIGHTS]
     ids, positions, seq_lens = int32_view(a[IDS], 1), int32_view(a[POSITIONS], 1), int32_view(a[SEQ_LENS], 1)
     slots = int64_view(a[SLOTS], m.rows)
     units = int32_matrix(a[UNITS], UNIT_COLUMNS)
@@ -155,16 +183,19 @@ def decode_layers(ctx, m, a, act):  # type: ignore[no-untyped-def]
     keys, values, q, mlp = act(a[KEYS], 1), act(a[VALUES], 1), act(a[Q_ROWS], 1), act(a[MLP], 1)
     normed, attended = act(a[NORMED], 1), act(a[ATTENDED], 1)
     residual, qkv, parts = float_view(a[RESIDUAL], 1), float_view(a[QKV_ROWS], 1), float_view(a[PARTS], 1)
-    hidden_steps = (m.hidden_size * weights.itemsize + 3) // 4
     heads_pad = m.heads * m.head_pad
     qkv_pad = (m.heads + 2 * m.kv_heads) * m.head_pad
+    byte_rows = a[BYTE_ROWS] if m.quantized else 0
+    x_normed, normed_bytes, normed_steps = _operands(m, normed, m.hidden_size, byte_rows)
+    x_attended, attended_bytes, attended_steps = _operands(m, attended, heads_pad, byte_rows)
+    x_mlp, mlp_bytes, mlp_steps = _operands(m, mlp, m.inter_pad, byte_rows)
     embed_rows(ctx, 0, m, ids, act(a[EMBED], 1), residual)
     phase = 1
     for layer in range(m.layers):
         w = layers[layer]
-        norm_rows(ctx, phase, m, residual, floats, w[INPUT_NORM], normed)
+        norm_rows(ctx, phase, m, residual, floats, w[INPUT_NORM], normed, byte_rows)
         linear_store(
-            ctx, phase + 1, normed, m.hidden_pad, m.rows, weights, w[QKV], qkv_pad // 32, hidden_steps, qkv, qkv_pad
+            ctx, phase + 1, x_normed, normed_bytes, m.rows, weights + w[QKV], qkv_pad // 32, normed_steps, qkv, qkv_pad
         )
         rope_and_cache(
             ctx, phase + 2, m, layer, w[QKV_BIAS], w[Q_NORM], w[K_NORM], floats, rope, positions, slots, qkv, q,
@@ -173,38 +204,44 @@ def decode_layers(ctx, m, a, act):  # type: ignore[no-untyped-def]
         attend(ctx, phase + 3, m, layer, w[WINDOW], units, seq_lens, block_tables, q, keys, values, parts, attended)
         if m.merges > 0:
             merge_parts(ctx, phase + 4, m, w[WINDOW], merges, parts, attended)
+        if m.quantized:
+            quantize_rows(ctx, phase + 5, m.rows, heads_pad, attended, byte_rows)
         linear_add(
-            ctx, phase + 5, attended, heads_pad, m.rows, weights, w[O_PROJ], m.hidden_pad // 32,
-            heads_pad * weights.itemsize // 4, floats, w[O_BIAS], residual, m.hidden_pad,
+            ctx, phase + 6, x_attended, attended_bytes, m.rows, weights + w[O_PROJ], m.hidden_pad // 32,
+            attended_steps, floats, w[O_BIAS], residual, m.hidden_pad,
         )  # fmt: skip
-        norm_rows(ctx, phase + 6, m, residual, floats, w[POST_NORM], normed)
+        norm_rows(ctx, phase + 7, m, residual, floats, w[POST_NORM], normed, byte_rows)
         linear_silu_mul(
-            ctx, phase + 7, normed, m.hidden_pad, m.rows, weights, w[GATE_UP], m.inter_pad // 32, hidden_steps,
+            ctx, phase + 8, x_normed, normed_bytes, m.rows, weights + w[GATE_UP], m.inter_pad // 32, normed_steps,
             floats, w[GATE_UP_BIAS], mlp, m.inter_pad,
         )  # fmt: skip
+        if m.quantized:
+            quantize_rows(ctx, phase + 9, m.rows, m.inter_pad, mlp, byte_rows)
         linear_add(
-            ctx, phase + 8, mlp, m.inter_pad, m.rows, weights, w[DOWN], m.hidden_pad // 32,
-            m.inter_pad * weights.itemsize // 4, floats, w[DOWN_BIAS], residual, m.hidden_pad,
+            ctx, phase + 10, x_mlp, mlp_bytes, m.rows, weights + w[DOWN], m.hidden_pad // 32, mlp_steps, floats,
+            w[DOWN_BIAS], residual, m.hidden_pad,
         )  # fmt: skip
         phase += PHASES_PER_LAYER
-    norm_rows(ctx, phase, m, residual, floats, m.final_norm_at, act(a[HIDDEN], 1))
+    norm_rows(ctx, phase, m, residual, floats, m.final_norm_at, act(a[HIDDEN], 1), 0)
 
 
 @kernel_part
 def _vocabulary(ctx, m, a, act):  # type: ignore[no-untyped-def]
     """One thread's part of the product with the output embedding: logits, or each task's best candidate."""
-    x, weights = act(a[VOCAB_X], 1), act(a[WEIGHTS], 1)
-    steps = (m.hidden_size * weights.itemsize + 3) // 4
-    rows, at, size = a[VOCAB_ROWS], a[VOCAB_AT], a[VOCAB_SIZE]
+    hidden = act(a[VOCAB_X], 1)
+    rows, size = a[VOCAB_ROWS], a[VOCAB_SIZE]
+    byte_rows = a[BYTE_ROWS] if m.quantized else 0
+    if m.quantized:
+        quantize_rows(ctx, 0, rows, m.hidden_pad, hidden, byte_rows)
+    x, x_bytes, steps = _operands(m, hidden, m.hidden_size, byte_rows)
+    w = a[WEIGHTS] + a[VOCAB_AT]
     if a[VOCAB_GREEDY] == 1:
         linear_argmax(
-            ctx, 0, x, m.hidden_pad, rows, weights, at, size, steps, float_view(a[VOCAB_BEST], 1),
-            int32_view(a[VOCAB_BEST_ID], 1),
-        )  # fmt: skip
+            ctx, 1, x, x_bytes, rows, w, size, steps, float_view(a[VOCAB_BEST], 1), int32_view(a[VOCAB_BEST_ID], 1)
+        )
     else:
         tiles = (size + 31) // 32
-        out = float_view(a[VOCAB_LOGITS], 1)
-        linear_store(ctx, 0, x, m.hidden_pad, rows, weights, at, tiles, steps, out, tiles * 32)
+        linear_store(ctx, 1, x, x_bytes, rows, w, tiles, steps, float_view(a[VOCAB_LOGITS], 1), tiles * 32)
 
 
 def forward_bf16(thread, threads, arguments):  # type: ignore[no-untyped-def]

@@ -28,6 +28,8 @@ WIDE_TILE_ROWS = 6  # and so do 6 rows of two tiles: more independent sums, whic
 _FEATURES = llvm.get_host_cpu_features()
 IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
 HAS_BF16_DOT = IS_X86 and _FEATURES.get("avx512bf16", False) and os.environ.get("ENGINE_V1_DISABLE_BF16_DOT") != "1"
+HAS_INT8_DOT = IS_X86 and _FEATURES.get("avx512vnni", False) and os.environ.get("ENGINE_V1_DISABLE_INT8_DOT") != "1"
+HAS_F16 = not IS_X86 or _FEATURES.get("f16c", False) or _FEATURES.get("avx512f", False)
 HAS_SCHED_YIELD = hasattr(os, "sched_yield")
 
 
@@ -35,6 +37,11 @@ def describe() -> str:
     """Return one line for the start-up print: which arithmetic the kernels of this process use."""
     bf16 = "AVX512-BF16 dot products" if HAS_BF16_DOT else "bf16 widened to float32 FMA"
     return f"CPU kernels for {llvm.get_host_cpu_name()}: {bf16}"
+
+
+def describe_int8() -> str:
+    """Return the same for products of 8-bit integers."""
+    return "AVX512-VNNI dot products" if HAS_INT8_DOT else "8-bit integers widened to 32 bits"
 
 
 class _BFloat(ir.Type):
@@ -73,22 +80,26 @@ class _F32x16Model(models.PrimitiveModel):
         super().__init__(dmm, fe_type, VF)
 
 
-def _call(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
+def call(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
+    """Emit a call of an LLVM intrinsic or C function by name."""
     kind = ir.FunctionType(result, [a.type for a in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
-def _splat(builder: Any, scalar: Any, vector_type: Any) -> Any:
+def broadcast(builder: Any, scalar: Any, vector_type: Any) -> Any:
+    """Emit a scalar in every lane."""
     undef = ir.Constant(vector_type, ir.Undefined)
     one = builder.insert_element(undef, scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(one, undef, ir.Constant(VI, [0] * LANES))
 
 
-def _const(value: float) -> Any:
+def const(value: float) -> Any:
+    """Return a float32 constant in every lane."""
     return ir.Constant(VF, [value] * LANES)
 
 
-def _iconst(value: int, vector_type: Any = VI) -> Any:
+def iconst(value: int, vector_type: Any = VI) -> Any:
+    """Return an integer constant in every lane."""
     return ir.Constant(vector_type, [value] * LANES)
 
 
@@ -129,14 +140,16 @@ def _emit_max(b: Any, x: Any, y: Any) -> Any:
 
 
 def _emit_finite(b: Any, x: Any) -> Any:
-    bits = b.and_(b.bitcast(x, VI), _iconst(0x7F800000))
-    return b.select(b.icmp_unsigned("==", bits, _iconst(0x7F800000)), _const(0.0), x)
+    bits = b.and_(b.bitcast(x, VI), iconst(0x7F800000))
+    return b.select(b.icmp_unsigned("==", bits, iconst(0x7F800000)), const(0.0), x)
 
 
-fma = _vector_intrinsic(3, lambda b, x, y, z: _call(b, "llvm.fma.v16f32", VF, [x, y, z]))
+fma = _vector_intrinsic(3, lambda b, x, y, z: call(b, "llvm.fma.v16f32", VF, [x, y, z]))
 maximum = _vector_intrinsic(2, _emit_max)  # y where either is NaN
 minimum = _vector_intrinsic(2, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
 finite_or_zero = _vector_intrinsic(1, _emit_finite)
+absolute = _vector_intrinsic(1, lambda b, x: call(b, "llvm.fabs.v16f32", VF, [x]))
+nearest_integer = _vector_intrinsic(1, lambda b, x: call(b, "llvm.rint.v16f32", VF, [x]))  # ties to even
 
 
 @intrinsic
@@ -166,7 +179,7 @@ def keep_range(typingctx: Any, a: Any, base: Any, low: Any, high: Any, other: An
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         lane = ir.Constant(VI, list(range(LANES)))
         first, last = (
-            _splat(builder, builder.trunc(builder.sub(bound, args[1]), I32), VI) for bound in (args[2], args[3])
+            broadcast(builder, builder.trunc(builder.sub(bound, args[1]), I32), VI) for bound in (args[2], args[3])
         )
         inside = builder.and_(builder.icmp_signed(">=", lane, first), builder.icmp_signed("<", lane, last))
         return builder.select(inside, args[0], args[4])
@@ -179,7 +192,7 @@ def splat(typingctx: Any, value: Any) -> Any:
     """A number in every lane, rounded to float32."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _splat(builder, context.cast(builder, args[0], sig.args[0], types.float32), VF)
+        return broadcast(builder, context.cast(builder, args[0], sig.args[0], types.float32), VF)
 
     return vec(value), codegen
 
@@ -239,8 +252,8 @@ def exp2_split(typingctx: Any, a: Any) -> Any:
     """(n, 2**n) with n = round(a), for a in [-126, 127]."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        n = _call(builder, "llvm.rint.v16f32", VF, [args[0]])
-        bits = builder.shl(builder.add(builder.fptosi(n, VI), _iconst(127)), _iconst(23))
+        n = call(builder, "llvm.rint.v16f32", VF, [args[0]])
+        bits = builder.shl(builder.add(builder.fptosi(n, VI), iconst(127)), iconst(23))
         return context.make_tuple(builder, sig.return_type, [n, builder.bitcast(bits, VF)])
 
     return types.UniTuple(vec, 2)(vec), codegen
@@ -265,17 +278,17 @@ def address(typingctx: Any, array: Any, index: Any) -> Any:
 
 
 def _widen_bf16(builder: Any, half: Any) -> Any:
-    return builder.bitcast(builder.shl(builder.zext(half, VI), _iconst(16)), VF)
+    return builder.bitcast(builder.shl(builder.zext(half, VI), iconst(16)), VF)
 
 
 def _round_bf16(builder: Any, value: Any) -> Any:
     """Nearest bf16, ties to even; NaN stays NaN."""
     if HAS_BF16_DOT:
-        return builder.bitcast(_call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", VBF, [value]), VI16)
+        return builder.bitcast(call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", VBF, [value]), VI16)
     bits = builder.bitcast(value, VI)
-    odd = builder.and_(builder.lshr(bits, _iconst(16)), _iconst(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, _iconst(0x7FFF)), odd), _iconst(16))
-    quiet = builder.or_(builder.lshr(bits, _iconst(16)), _iconst(0x40))
+    odd = builder.and_(builder.lshr(bits, iconst(16)), iconst(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, iconst(0x7FFF)), odd), iconst(16))
+    quiet = builder.or_(builder.lshr(bits, iconst(16)), iconst(0x40))
     return builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded), VI16)
 
 
@@ -310,6 +323,18 @@ def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vec), codegen
+
+
+@intrinsic
+def store_int8(typingctx: Any, byte_address: Any, value: Any) -> Any:
+    """Write sixteen integers of -128..127 as bytes to an address."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        small = builder.trunc(builder.fptosi(args[1], VI), ir.VectorType(I8, LANES))
+        builder.store(small, builder.inttoptr(args[0], small.type.as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.int64, vec), codegen
 
 
 @intrinsic
@@ -389,7 +414,7 @@ def pause(typingctx: Any) -> Any:
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if IS_X86:
-            _call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+            call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -401,7 +426,7 @@ def yield_thread(typingctx: Any) -> Any:
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if HAS_SCHED_YIELD:
-            _call(builder, "sched_yield", I32, [])
+            call(builder, "sched_yield", I32, [])
         return context.get_dummy_value()
 
     return types.void(), codegen

@@ -23,7 +23,7 @@ from engine_v1.paths import cache_root, is_writable_directory
 # what it calls in others, so the directory's name carries a hash of all of them.
 KERNEL_SOURCES = ("kernels/*.py", "sample/*.py", "spec_decode/*.py")
 # Switches that change what the kernels compile to (kernels/intrinsics.py reads them).
-KERNEL_SWITCHES = ("ENGINE_V1_DISABLE_BF16_DOT",)
+KERNEL_SWITCHES = ("ENGINE_V1_DISABLE_BF16_DOT", "ENGINE_V1_DISABLE_INT8_DOT")
 PROGRESS_AFTER_S = 0.7
 
 _decorate_lock = threading.RLock()

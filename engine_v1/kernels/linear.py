@@ -1,9 +1,6 @@
 """Matrix products of a decoder layer as phases over packed weights, with what follows each product fused into it."""
 
-from typing import Any
-
 import numpy as np
-from numba import prange, types
 
 from engine_v1.kernels.elementwise import silu
 from engine_v1.kernels.intrinsics import (
@@ -20,7 +17,7 @@ from engine_v1.kernels.intrinsics import (
     where_greater,
     where_nan,
 )
-from engine_v1.kernels.jit import jit, kernel_part
+from engine_v1.kernels.jit import kernel_part
 from engine_v1.kernels.schedule import claim, finish
 from engine_v1.kernels.tiles import tile
 
@@ -30,41 +27,6 @@ ROWS_PER_TASK = 192
 PREFETCH_BYTES = 2048
 # Tiles that one task of the logits product covers; each task leaves one candidate per row.
 ARGMAX_TILES = 16
-
-
-def padded(size: int, multiple: int = TILE_COLUMNS) -> int:
-    """Return `size` rounded up to a multiple."""
-    return -(-size // multiple) * multiple
-
-
-def packed_size(rows: int, columns: int, dtype: np.dtype[Any]) -> int:
-    """Return how many elements :func:`pack_into` writes for weights of [rows, columns]."""
-    return padded(rows) * padded(columns, 2 if dtype == np.uint16 else 1)
-
-
-@jit(parallel=True)
-def pack_into(weight, out, first_tile, tile_step, rows, columns):  # type: ignore[no-untyped-def]
-    """Lay weights out in the order in which :func:`tile` reads them.
-
-    Args:
-        weight: act[n, k]: one output per row; bf16 as uint16, or float32.
-        out: act[packed_size], flat and zero: tile t of `weight` goes to place first_tile + t * tile_step, each being
-            [k / 2, 32, 2] for bf16 and [k, 32] for float32.
-        first_tile: see `out`.
-        tile_step: 1, or 2 to interleave two matrices.
-        rows: int64[n]: which output each row of `weight` is (padding between heads).
-        columns: int64[k]: which input each column is.
-    """
-    k = out.shape[1]
-    pair = out.shape[3]
-    for i in prange(weight.shape[0]):
-        n = rows[i]
-        place = first_tile + n // TILE_COLUMNS * tile_step
-        lane = n % TILE_COLUMNS
-        for j in range(weight.shape[1]):
-            c = columns[j]
-            out[place, c // pair, lane, c % pair] = weight[i, j]
-    return k
 
 
 @kernel_part(forceinline=True)
@@ -91,29 +53,32 @@ def _chunks(rows):  # type: ignore[no-untyped-def]
 
 
 @kernel_part(forceinline=True)
-def _point(ctx, at, tile_bytes):  # type: ignore[no-untyped-def]
-    """Let the thread's table name the four vectors of two neighbouring tiles, and what to fetch meanwhile."""
-    for half in range(2):
-        start = at + half * tile_bytes
-        ctx.table[ctx.table_at + 2 * half] = start
-        ctx.table[ctx.table_at + 2 * half + 1] = start + LANES * 4
-        ctx.table[ctx.table_at + 4 + 2 * half] = start + PREFETCH_BYTES
-        ctx.table[ctx.table_at + 5 + 2 * half] = start + PREFETCH_BYTES + LANES * 4
+def _tile_bytes(ctx, steps):  # type: ignore[no-untyped-def]
+    return steps * ctx.step_bytes + ctx.tail_bytes
 
 
 @kernel_part(forceinline=True)
-def _product(ctx, rows, vectors, x, x_at, x_stride, steps, out, out_at, out_stride):  # type: ignore[no-untyped-def]
+def _point(ctx, start, tile_bytes):  # type: ignore[no-untyped-def]
+    """Let the thread's table name the four vectors of two neighbouring tiles, and what to fetch meanwhile."""
+    for vector in range(4):
+        at = start + vector // 2 * tile_bytes + vector % 2 * ctx.half_bytes
+        ctx.table[ctx.table_at + vector] = at
+        ctx.table[ctx.table_at + 4 + vector] = at + PREFETCH_BYTES
+
+
+@kernel_part(forceinline=True)
+def _product(ctx, rows, vectors, x, x_bytes, steps, out, out_at, out_stride):  # type: ignore[no-untyped-def]
     """Multiply `rows` rows with the tiles that the thread's table names."""
     tile(
-        ctx.tile, rows, vectors, address(x, x_at), x_stride * x.itemsize, address(ctx.table, ctx.table_at), 0, 32, 1,
-        steps, TILE_COLUMNS * 4, address(out, out_at), out_stride * 4,
+        ctx.linear_tile, rows, vectors, x, x_bytes, address(ctx.table, ctx.table_at), 0, 32, 1, steps, ctx.step_bytes,
+        address(out, out_at), out_stride * 4,
     )  # fmt: skip
 
 
 @kernel_part
-def linear_store(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, out, out_stride):  # type: ignore[no-untyped-def]
+def linear_store(ctx, phase, x, x_bytes, rows, w, tiles, steps, out, out_stride):  # type: ignore[no-untyped-def]
     """out[m, n] = sum over k of x[m, k] * w[n, k], float32."""
-    tile_bytes = steps * TILE_COLUMNS * 4
+    tile_bytes = _tile_bytes(ctx, steps)
     chunks = _chunks(rows)
     total = tiles * chunks
     grain = _grain(rows)
@@ -123,16 +88,15 @@ def linear_store(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, out, out_
         n = task // chunks
         m, last = _row_share(rows, chunks, task % chunks)
         size = _block_rows(last - m)
-        _point(ctx, address(w, w_at) + n * tile_bytes, tile_bytes)
+        _point(ctx, w + n * tile_bytes, tile_bytes)
         while m < last:
             lines = min(size, last - m)
             _product(
                 ctx,
                 lines,
                 2 * count,
-                x,
-                m * x_stride,
-                x_stride,
+                x + m * x_bytes,
+                x_bytes,
                 steps,
                 out,
                 m * out_stride + n * TILE_COLUMNS,
@@ -145,9 +109,9 @@ def linear_store(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, out, out_
 
 
 @kernel_part
-def linear_add(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, bias, bias_at, out, out_stride):  # type: ignore[no-untyped-def]
+def linear_add(ctx, phase, x, x_bytes, rows, w, tiles, steps, bias, bias_at, out, out_stride):  # type: ignore[no-untyped-def]
     """out[m, n] += bias[n] + sum over k of x[m, k] * w[n, k]; a negative bias_at stands for no bias."""
-    tile_bytes = steps * TILE_COLUMNS * 4
+    tile_bytes = _tile_bytes(ctx, steps)
     chunks = _chunks(rows)
     total = tiles * chunks
     grain = _grain(rows)
@@ -158,10 +122,10 @@ def linear_add(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, bias, bias_
         n = task // chunks
         m, last = _row_share(rows, chunks, task % chunks)
         size = _block_rows(last - m)
-        _point(ctx, address(w, w_at) + n * tile_bytes, tile_bytes)
+        _point(ctx, w + n * tile_bytes, tile_bytes)
         while m < last:
             lines = min(size, last - m)
-            _product(ctx, lines, 2 * count, x, m * x_stride, x_stride, steps, ctx.scratch, ctx.scratch_at, width)
+            _product(ctx, lines, 2 * count, x + m * x_bytes, x_bytes, steps, ctx.scratch, ctx.scratch_at, width)
             for i in range(lines):
                 for j in range(0, count * TILE_COLUMNS, LANES):
                     at = (m + i) * out_stride + n * TILE_COLUMNS + j
@@ -176,9 +140,9 @@ def linear_add(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, bias, bias_
 
 
 @kernel_part
-def linear_silu_mul(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, bias, bias_at, out, out_stride):  # type: ignore[no-untyped-def]
+def linear_silu_mul(ctx, phase, x, x_bytes, rows, w, tiles, steps, bias, bias_at, out, out_stride):  # type: ignore[no-untyped-def]
     """out[m, n] = silu(gate[m, n]) * up[m, n]; w and bias hold a tile of gate's, one of up's, and so on."""
-    tile_bytes = steps * TILE_COLUMNS * 4
+    tile_bytes = _tile_bytes(ctx, steps)
     chunks = _chunks(rows)
     total = tiles * chunks
     width = 2 * TILE_COLUMNS
@@ -188,17 +152,17 @@ def linear_silu_mul(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, bias, 
         n = task // chunks
         m, last = _row_share(rows, chunks, task % chunks)
         size = _block_rows(last - m)
-        start = address(w, w_at) + 2 * n * tile_bytes
+        start = w + 2 * n * tile_bytes
         while m < last:
             lines = min(size, last - m)
             _point(ctx, start, tile_bytes)
             if lines <= WIDE_TILE_ROWS:
-                _product(ctx, lines, 4, x, m * x_stride, x_stride, steps, ctx.scratch, ctx.scratch_at, width)
+                _product(ctx, lines, 4, x + m * x_bytes, x_bytes, steps, ctx.scratch, ctx.scratch_at, width)
             else:
-                _product(ctx, lines, 2, x, m * x_stride, x_stride, steps, ctx.scratch, ctx.scratch_at, width)
+                _product(ctx, lines, 2, x + m * x_bytes, x_bytes, steps, ctx.scratch, ctx.scratch_at, width)
                 _point(ctx, start + tile_bytes, 0)
                 at = ctx.scratch_at + TILE_COLUMNS
-                _product(ctx, lines, 2, x, m * x_stride, x_stride, steps, ctx.scratch, at, width)
+                _product(ctx, lines, 2, x + m * x_bytes, x_bytes, steps, ctx.scratch, at, width)
             for i in range(lines):
                 for j in range(0, TILE_COLUMNS, LANES):
                     at = ctx.scratch_at + i * width + j
@@ -215,13 +179,13 @@ def linear_silu_mul(ctx, phase, x, x_stride, rows, w, w_at, tiles, steps, bias, 
 
 
 @kernel_part
-def linear_argmax(ctx, phase, x, x_stride, rows, w, w_at, size, steps, best, best_id):  # type: ignore[no-untyped-def]
+def linear_argmax(ctx, phase, x, x_bytes, rows, w, size, steps, best, best_id):  # type: ignore[no-untyped-def]
     """Leave each row's largest output and its lowest index, one candidate per task of 512 outputs.
 
     The candidate's value is NaN where any output of its range is. Outputs from `size` on are padding.
     best: float32[tasks * rows], best_id: int32[tasks * rows].
     """
-    tile_bytes = steps * TILE_COLUMNS * 4
+    tile_bytes = _tile_bytes(ctx, steps)
     tiles = (size + TILE_COLUMNS - 1) // TILE_COLUMNS
     total = (tiles + ARGMAX_TILES - 1) // ARGMAX_TILES
     width = 2 * TILE_COLUMNS
@@ -237,11 +201,11 @@ def linear_argmax(ctx, phase, x, x_stride, rows, w, w_at, size, steps, best, bes
             store(ctx.scratch, state + (m * 3 + 2) * LANES, splat(0.0))
         end = min(tiles, (task + 1) * ARGMAX_TILES)
         for n in range(task * ARGMAX_TILES, end, grain):
-            _point(ctx, address(w, w_at) + n * tile_bytes, tile_bytes)
+            _point(ctx, w + n * tile_bytes, tile_bytes)
             for m in range(0, rows, block):
                 lines = min(block, rows - m)
                 columns = min(grain, end - n)
-                _product(ctx, lines, 2 * columns, x, m * x_stride, x_stride, steps, ctx.scratch, ctx.scratch_at, width)
+                _product(ctx, lines, 2 * columns, x + m * x_bytes, x_bytes, steps, ctx.scratch, ctx.scratch_at, width)
                 for i in range(lines):
                     for j in range(0, columns * TILE_COLUMNS, LANES):
                         at = ctx.scratch_at + i * width + j
@@ -282,10 +246,3 @@ def _reduce_best(ctx, state, at, best, best_id):  # type: ignore[no-untyped-def]
             value = np.float32(np.nan)
     best[at] = value
     best_id[at] = np.int32(index)
-
-
-def pack_signatures(act: Any) -> list[tuple[Any, ...]]:
-    """Return the signature of :func:`pack_into` for bf16 (types.uint16) or types.float32."""
-    ids = types.Array(types.int64, 1, "C")
-    weight = types.Array(act, 2, "C")
-    return [(weight, types.Array(act, 4, "C"), types.int64, types.int64, ids, ids)]

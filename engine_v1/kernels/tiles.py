@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -21,181 +20,143 @@ from engine_v1.kernels.intrinsics import (
     I32,
     I64,
     LANES,
+    MAX_TILE_ROWS,
     VBF_PAIRS,
     VF,
     VI,
-    _call,
-    _const,
-    _iconst,
-    _splat,
+    WIDE_TILE_ROWS,
+    broadcast,
+    call,
     call_address,
+    const,
+    iconst,
 )
-from engine_v1.kernels.jit import native_function
+
+# Emits the code of one tile: builder, rows, vectors, then the arguments of :func:`tile` from `x` on.
+Emit = Callable[..., None]
+
+
+def tile_cases(emit: Emit) -> Any:
+    """Return an intrinsic that branches to the code for its number of rows and vectors; arguments as for `tile`."""
+
+    @intrinsic
+    def run_tile(
+        typingctx: Any, rows: Any, vectors: Any, x: Any, x_stride: Any, table: Any, table_stride: Any, ahead: Any,
+        groups: Any, steps: Any, w_stride: Any, out: Any, out_stride: Any,
+    ) -> Any:  # fmt: skip
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            done = builder.append_basic_block("done")
+            number = builder.add(args[0], builder.mul(args[1], ir.Constant(I64, LANES)))
+            switch = builder.switch(number, done)
+            for width, most_rows in ((2, MAX_TILE_ROWS), (4, WIDE_TILE_ROWS)):
+                for count in range(1, most_rows + 1):
+                    case = builder.append_basic_block(f"tile_{count}_{width}")
+                    switch.add_case(ir.Constant(I64, count + width * LANES), case)
+                    builder.position_at_end(case)
+                    emit(builder, count, width, *args[2:])
+                    builder.branch(done)
+            builder.position_at_end(done)
+            return context.get_dummy_value()
+
+        return types.void(*([types.intp] * 12)), codegen
+
+    return run_tile
+
+
+def accumulators(builder: Any, rows: int, vectors: int, vector_type: Any, zero: Any) -> list[list[Any]]:
+    """Return places for rows x vectors sums, set to zero; LLVM keeps each in a register."""
+    acc = [[cgutils.alloca_once(builder, vector_type) for _ in range(vectors)] for _ in range(rows)]
+    for slot in itertools.chain(*acc):
+        builder.store(zero, slot)
+    return acc
+
+
+def row_addresses(builder: Any, first: Any, stride: Any, rows: int) -> list[Any]:
+    """Return the addresses of `rows` rows."""
+    return [builder.add(first, builder.mul(stride, ir.Constant(I64, m))) for m in range(rows)]
+
+
+def load_at(builder: Any, address: Any, kind: Any, align: int = 4) -> Any:
+    """Load a value of an LLVM type."""
+    value = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    value.align = align
+    return value
+
+
+def store_sums(builder: Any, sums: list[list[Any]], out: Any, out_stride: Any) -> None:
+    """Write float32 vectors, by row and vector, to the tile's outputs."""
+    for row, values in zip(row_addresses(builder, out, out_stride, len(sums)), sums, strict=True):
+        for b, value in enumerate(values):
+            place = builder.inttoptr(builder.add(row, ir.Constant(I64, 4 * LANES * b)), VF.as_pointer())
+            builder.store(value, place).align = 4
+
+
+def prefetch(builder: Any, at: Any) -> None:
+    """Ask for the cache line at an address."""
+    flags = [ir.Constant(I32, n) for n in (0, 3, 1)]  # to read, keep in all caches, data
+    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), [builder.inttoptr(at, I8.as_pointer()), *flags])
 
 
 def _multiply_add(builder: Any, kind: str, x: Any, w: Any, acc: Any) -> Any:
     """One k step: x and w hold one float32, or a pair of bf16, per lane."""
     if kind == "f32":
-        return _call(builder, "llvm.fma.v16f32", VF, [x, w, acc])
+        return call(builder, "llvm.fma.v16f32", VF, [x, w, acc])
     if HAS_BF16_DOT:
         pair = [builder.bitcast(v, VBF_PAIRS) for v in (x, w)]
-        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VF, [acc, *pair])
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VF, [acc, *pair])
     for part in ("low", "high"):
-        both = [builder.shl(v, _iconst(16)) if part == "low" else builder.and_(v, _iconst(-65536)) for v in (x, w)]
-        acc = _call(builder, "llvm.fma.v16f32", VF, [builder.bitcast(v, VF) for v in both] + [acc])
+        both = [builder.shl(v, iconst(16)) if part == "low" else builder.and_(v, iconst(-65536)) for v in (x, w)]
+        acc = call(builder, "llvm.fma.v16f32", VF, [builder.bitcast(v, VF) for v in both] + [acc])
     return acc
 
 
-def _make_tile(kind: str, rows: int, vectors: int) -> Any:
-    """The tile for `rows` rows and 16 * `vectors` columns; arguments as for :func:`tile`."""
+def _emit_float_tile(kind: str) -> Emit:
+    scalar, vector, align = (I32, VI, 2) if kind == "bf16" else (F32, VF, 4)
 
-    @intrinsic
-    def tile_rows(
-        typingctx: Any, x: Any, x_stride: Any, table: Any, table_stride: Any, ahead: Any, groups: Any, steps: Any,
-        w_stride: Any, out: Any, out_stride: Any,
-    ) -> Any:  # fmt: skip
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride = args
-            scalar, vector = (I32, VI) if kind == "bf16" else (F32, VF)
-            acc = [[cgutils.alloca_once(builder, VF) for _ in range(vectors)] for _ in range(rows)]
-            for slot in itertools.chain(*acc):
-                builder.store(_const(0.0), slot)
-            x_rows = [builder.add(x, builder.mul(x_stride, ir.Constant(I64, m))) for m in range(rows)]
-            with cgutils.for_range(builder, groups) as group:
-                line = builder.add(table, builder.mul(group.index, table_stride))
-                starts, fetches = (
-                    [
-                        builder.load(builder.inttoptr(builder.add(place, ir.Constant(I64, 8 * b)), I64.as_pointer()))
-                        for b in range(vectors)
-                    ]
-                    for place in (line, builder.add(line, ahead))
-                )
-                done = builder.mul(group.index, steps)
-                with cgutils.for_range(builder, steps) as loop:
-                    step = builder.mul(loop.index, w_stride)
-                    w = []
-                    for start, fetch in zip(starts, fetches, strict=True):
-                        value = builder.load(builder.inttoptr(builder.add(start, step), vector.as_pointer()))
-                        value.align = 4
-                        w.append(value)
-                        _prefetch(builder, builder.add(fetch, step))
-                    offset = builder.mul(builder.add(done, loop.index), ir.Constant(I64, 4))
-                    for m in range(rows):
-                        value = builder.load(builder.inttoptr(builder.add(x_rows[m], offset), scalar.as_pointer()))
-                        value.align = 2 if kind == "bf16" else 4
-                        xs = _splat(builder, value, vector)
-                        for b in range(vectors):
-                            new = _multiply_add(builder, kind, xs, w[b], builder.load(acc[m][b]))
-                            builder.store(new, acc[m][b])
-            for m in range(rows):
-                row = builder.add(out, builder.mul(out_stride, ir.Constant(I64, m)))
-                for b in range(vectors):
-                    place = builder.inttoptr(builder.add(row, ir.Constant(I64, 4 * LANES * b)), VF.as_pointer())
-                    builder.store(builder.load(acc[m][b]), place).align = 4
-            return context.get_dummy_value()
+    def emit(
+        builder: Any, rows: int, vectors: int, x: Any, x_stride: Any, table: Any, table_stride: Any, ahead: Any,
+        groups: Any, steps: Any, w_stride: Any, out: Any, out_stride: Any,
+    ) -> None:  # fmt: skip
+        acc = accumulators(builder, rows, vectors, VF, const(0.0))
+        x_rows = row_addresses(builder, x, x_stride, rows)
+        with cgutils.for_range(builder, groups) as group:
+            line = builder.add(table, builder.mul(group.index, table_stride))
+            starts, fetches = (
+                [load_at(builder, builder.add(place, ir.Constant(I64, 8 * b)), I64, 8) for b in range(vectors)]
+                for place in (line, builder.add(line, ahead))
+            )
+            done = builder.mul(group.index, steps)
+            with cgutils.for_range(builder, steps) as loop:
+                step = builder.mul(loop.index, w_stride)
+                w = []
+                for start, fetch in zip(starts, fetches, strict=True):
+                    w.append(load_at(builder, builder.add(start, step), vector))
+                    prefetch(builder, builder.add(fetch, step))
+                offset = builder.mul(builder.add(done, loop.index), ir.Constant(I64, 4))
+                for m in range(rows):
+                    xs = broadcast(builder, load_at(builder, builder.add(x_rows[m], offset), scalar, align), vector)
+                    for b in range(vectors):
+                        new = _multiply_add(builder, kind, xs, w[b], builder.load(acc[m][b]))
+                        builder.store(new, acc[m][b])
+        store_sums(builder, [[builder.load(slot) for slot in row] for row in acc], out, out_stride)
 
-        return types.void(*([types.intp] * 10)), codegen
-
-    return tile_rows
+    return emit
 
 
-def _prefetch(builder: Any, at: Any) -> None:
-    flags = [ir.Constant(I32, n) for n in (0, 3, 1)]  # to read, keep in all caches, data
-    _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), [builder.inttoptr(at, I8.as_pointer()), *flags])
+_bf16_cases, _f32_cases = (tile_cases(_emit_float_tile(kind)) for kind in ("bf16", "f32"))
 
 
-_b1, _b2, _b3, _b4, _b5, _b6, _b7, _b8, _b9, _b10, _b11, _b12 = (_make_tile("bf16", n, 2) for n in range(1, 13))
-_b1w, _b2w, _b3w, _b4w, _b5w, _b6w = (_make_tile("bf16", n, 4) for n in range(1, 7))
-_f1, _f2, _f3, _f4, _f5, _f6, _f7, _f8, _f9, _f10, _f11, _f12 = (_make_tile("f32", n, 2) for n in range(1, 13))
-_f1w, _f2w, _f3w, _f4w, _f5w, _f6w = (_make_tile("f32", n, 4) for n in range(1, 7))
+def tile_bf16(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride):  # type: ignore[no-untyped-def]
+    """Compute a tile of bf16 rows and weights; arguments as for :func:`tile`."""
+    _bf16_cases(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
 
 
-def _tile_bf16(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride):  # type: ignore[no-untyped-def]
-    if vectors == 4:
-        if rows == 1:
-            _b1w(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-        elif rows == 2:
-            _b2w(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-        elif rows == 3:
-            _b3w(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-        elif rows == 4:
-            _b4w(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-        elif rows == 5:
-            _b5w(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-        else:
-            _b6w(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 12:
-        _b12(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 1:
-        _b1(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 2:
-        _b2(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 3:
-        _b3(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 4:
-        _b4(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 5:
-        _b5(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 6:
-        _b6(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 7:
-        _b7(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 8:
-        _b8(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 9:
-        _b9(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 10:
-        _b10(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    else:
-        _b11(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
+def tile_f32(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride):  # type: ignore[no-untyped-def]
+    """Compute a tile of float32 rows and weights."""
+    _f32_cases(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
 
 
-def _tile_f32(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride):  # type: ignore[no-untyped-def]
-    if vectors == 4:
-        if rows == 1:
-            _f1w(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-        elif rows == 2:
-            _f2w(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-        elif rows == 3:
-            _f3w(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-        elif rows == 4:
-            _f4w(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-        elif rows == 5:
-            _f5w(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-        else:
-            _f6w(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 12:
-        _f12(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 1:
-        _f1(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 2:
-        _f2(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 3:
-        _f3(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 4:
-        _f4(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 5:
-        _f5(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 6:
-        _f6(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 7:
-        _f7(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 8:
-        _f8(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 9:
-        _f9(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    elif rows == 10:
-        _f10(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-    else:
-        _f11(x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
-
-
-_SIGNATURE = types.void(*([types.int64] * 12))
-
-
-def tile_address(act: Any, *, progress: Callable[[str], None] | None = None) -> int:
-    """Return the address of the tile for operands of a dtype: uint16 for bf16, or float32."""
-    return native_function(_tile_bf16 if act == np.uint16 else _tile_f32, _SIGNATURE, progress=progress)
+TILE_SIGNATURE = types.void(*([types.int64] * 12))
 
 
 @intrinsic
@@ -209,7 +170,7 @@ def tile(
     `steps` k steps, 2 bf16 values or 1 float32 each.
 
     Args:
-        function: what :func:`tile_address` returned.
+        function: its address, see :class:`engine_v1.kernels.formats.WeightFormat`.
         rows: 1..12, with 4 vectors 1..6.
         vectors: 2 or 4.
         x: byte address of row 0; rows are `x_stride` bytes apart.

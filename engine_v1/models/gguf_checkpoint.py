@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,36 @@ def convert_gguf(path: Path) -> Path:
     return directory
 
 
+@dataclass(frozen=True)
+class GgufMatrix:
+    """A matrix as its file stores it."""
+
+    kind: str  # "Q4_1", "Q8_0", ...
+    blocks: npt.NDArray[np.uint8]  # [outputs, num_blocks, block_bytes], q and k as Hugging Face orders their rows
+
+
+def read_matrices(directory: Path) -> dict[str, GgufMatrix]:
+    """Return the matrices of a converted directory's GGUF as blocks, by their names in Hugging Face's layout.
+
+    Raises:
+        FileNotFoundError: if the file is no longer there.
+        ValueError: if it is damaged.
+    """
+    import gguf
+
+    reader = _open_gguf(_source_of(directory, "its blocks"))
+    hf = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    matrices = {}
+    for tensor in reader.tensors:
+        if len(tensor.shape) != 2:
+            continue
+        name, data = _hf_name(tensor.name), tensor.data
+        block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
+        blocks = data.view(np.uint8).reshape(data.shape[0], -1, block_bytes)
+        matrices[name] = GgufMatrix(tensor.tensor_type.name, _in_hf_order(name, blocks, hf))
+    return matrices
+
+
 def is_converted_gguf(directory: Path) -> bool:
     """Say whether a directory is one that :func:`convert_gguf` returned."""
     return (directory / _SOURCE_FILE).is_file()
@@ -90,9 +121,7 @@ def convert_weights(directory: Path, dtype: torch.dtype) -> Path:
     target = directory / f"model-{str(dtype).removeprefix('torch.')}.safetensors"
     if target.is_file():
         return target
-    source = Path((directory / _SOURCE_FILE).read_text(encoding="utf-8"))
-    if not source.is_file():
-        raise FileNotFoundError(f"{source} is no longer there, and its weights in {dtype} have not been made before")
+    source = _source_of(directory, f"its weights in {dtype}, which have not been made before,")
     logger.info("converting %s to %s", source, target)
     reader = _open_gguf(source)
     try:
@@ -102,6 +131,13 @@ def convert_weights(directory: Path, dtype: torch.dtype) -> Path:
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     return target
+
+
+def _source_of(directory: Path, wanted: str) -> Path:
+    source = Path((directory / _SOURCE_FILE).read_text(encoding="utf-8"))
+    if not source.is_file():
+        raise FileNotFoundError(f"{source} is no longer there, and {wanted} must be read from it")
+    return source
 
 
 @contextlib.contextmanager
@@ -252,19 +288,23 @@ def _dequantised(name: str, tensor: Any, hf: Mapping[str, Any]) -> npt.NDArray[n
         raise ValueError(
             f"tensor {tensor.name!r} is of type {tensor.tensor_type.name}, which cannot be read"
         ) from error
+    return _in_hf_order(name, values, hf)
+
+
+def _in_hf_order(name: str, values: npt.NDArray[Any], hf: Mapping[str, Any]) -> npt.NDArray[Any]:
     for projection, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
         if f".{projection}." in name:
             values = unpermute(values, hf[heads])
     return values
 
 
-def unpermute(values: np.ndarray[Any, np.dtype[np.float32]], num_heads: int) -> npt.NDArray[np.float32]:
+def unpermute(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Bring rows of q or k back from the order in which a GGUF rotates them.
 
     There, rows 2i and 2i + 1 of a head turn together; in Hugging Face's layout, rows i and i + head_dim / 2.
     """
     pairs = values.reshape(num_heads, -1, 2, *values.shape[1:])  # [head, pair, member, ...]
-    unpermuted: npt.NDArray[np.float32] = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+    unpermuted: npt.NDArray[Any] = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
     return unpermuted
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from engine_v1.config import EngineConfig
-from engine_v1.kernels.linear import padded
+from engine_v1.kernels.formats import padded
 from engine_v1.kernels.parallel import parallel_entry
 from engine_v1.models.llama import LlamaForCausalLM
 from engine_v1.models.loader import LoadedModel

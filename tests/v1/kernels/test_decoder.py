@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_v1.kernels import decoder as decoder_module
-from engine_v1.kernels import forward, linear
+from engine_v1.kernels import forward, packed_weights
 from tests.v1.kernels.models import Sequences, make_decoder, make_model, reference_logits, run_whole
 
 # Bounds of a row's error, relative to its norm: (median over rows, any row). In bf16 rows that nearly cancel lose most
@@ -182,7 +182,7 @@ def test_nan_ends_the_rows_of_its_request_only(dtype):
 def test_nothing_compiles_after_warm_up():
     """Steps of every kind use what warm-up compiled, and a new type of argument is an error."""
     decoder = make_decoder(make_model())
-    kernels = (linear.pack_into, forward.pick_best)
+    kernels = (packed_weights.pack_into, forward.pick_best)
     before = [len(k.overloads) for k in kernels]
     sequences, _ = run_whole(decoder, [40, 3])
     sequences.run([(0, 39, 40), (1, 1, 3)])

@@ -1,0 +1,71 @@
+"""The forms in which the kernels read a weight matrix: tiles of 32 outputs, each a stream of steps along k."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine_v1.kernels.intrinsics import LANES, TILE_COLUMNS
+from engine_v1.kernels.jit import native_function
+from engine_v1.kernels.quantized_tiles import (
+    BLOCK,
+    LINE_BYTES,
+    Q4_1_VALUES,
+    Q8_0_VALUES,
+    tile_int8,
+    tile_q4_1,
+    tile_q8_0,
+)
+from engine_v1.kernels.tiles import TILE_SIGNATURE, tile_bf16, tile_f32
+
+
+def padded(size: int, multiple: int = TILE_COLUMNS) -> int:
+    """Return `size` rounded up to a multiple."""
+    return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a tile of 32 outputs lies in memory: steps along k one after the other, then perhaps a tail.
+
+    Source of the 8-bit and 4-bit blocks: the types of these names in GGUF files.
+    """
+
+    name: str
+    step_values: int  # values along k per step
+    step_bytes: int  # of a tile
+    half_bytes: int  # from the values of outputs 0..15 to those of 16..31 within a step
+    tile: Callable[..., None]  # computes rows times a tile
+    tail_bytes: int = 0
+    quantized: bool = False  # rows are quantised to 8 bits before the product
+
+    def steps(self, inputs: int) -> int:
+        """Return how many steps a matrix of `inputs` columns has; quantised rows are padded to whole tiles."""
+        return padded(padded(inputs) if self.quantized else inputs, self.step_values) // self.step_values
+
+    def tile_bytes(self, inputs: int) -> int:
+        """Return the extent of one tile."""
+        return self.steps(inputs) * self.step_bytes + self.tail_bytes
+
+    def size_bytes(self, outputs: int, inputs: int) -> int:
+        """Return the extent of a matrix."""
+        return padded(outputs) // TILE_COLUMNS * self.tile_bytes(inputs)
+
+    def tile_address(self, *, progress: Callable[[str], None] | None = None) -> int:
+        """Compile the tile, or load it from disk, and return its address."""
+        return native_function(self.tile, TILE_SIGNATURE, progress=progress)
+
+
+_VECTOR = LANES * 4
+FLOAT32 = WeightFormat("float32", 1, 2 * _VECTOR, _VECTOR, tile_f32)
+BFLOAT16 = WeightFormat("bfloat16", 2, 2 * _VECTOR, _VECTOR, tile_bf16)
+INT8 = WeightFormat("int8", 4, 2 * _VECTOR, _VECTOR, tile_int8, tail_bytes=4 * TILE_COLUMNS, quantized=True)
+Q8_0 = WeightFormat("q8_0", BLOCK, 2 * Q8_0_VALUES + LINE_BYTES, Q8_0_VALUES, tile_q8_0, quantized=True)
+Q4_1 = WeightFormat("q4_1", BLOCK, 2 * Q4_1_VALUES + 2 * LINE_BYTES, Q4_1_VALUES, tile_q4_1, quantized=True)
+GGUF_FORMATS = {"Q8_0": Q8_0, "Q4_1": Q4_1}
+
+
+def float_format(act: np.dtype[Any]) -> WeightFormat:
+    """Return the format of unquantised weights: of uint16 for bf16, or float32."""
+    return BFLOAT16 if act == np.uint16 else FLOAT32

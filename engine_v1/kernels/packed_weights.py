@@ -1,0 +1,275 @@
+"""A model's weights as the kernels read them: every matrix in tiles, in one array, and where each part starts."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import prange, types
+
+from engine_v1.kernels import forward
+from engine_v1.kernels.formats import GGUF_FORMATS, INT8, TILE_COLUMNS, WeightFormat, float_format, padded
+from engine_v1.kernels.jit import jit
+from engine_v1.kernels.parallel import parallel_entry
+from engine_v1.kernels.quantize import quantize_weight
+from engine_v1.models.gguf_checkpoint import GgufMatrix
+
+QUANTIZATIONS = ("int8", "gguf")
+
+Array = npt.NDArray[Any]
+
+
+class DecoderModel(Protocol):
+    """What is read of :class:`engine_v1.models.llama.LlamaForCausalLM`."""
+
+    config: Any
+    dtype: torch.dtype
+    layers: list[Any]
+    embed: torch.Tensor
+    norm: torch.Tensor
+    lm_head: torch.Tensor
+    scale: float
+    inv_freq: torch.Tensor
+    rope_scaling: float
+
+
+@jit(parallel=True)
+def pack_into(weight, out, tile_step, first_tile, pair, rows, columns):  # type: ignore[no-untyped-def]
+    """Lay weights out in the order in which tiles read them.
+
+    Args:
+        weight: element[n, k]: one output per row; bf16 as uint16, float32, or 8-bit values as uint8.
+        out: element[num_tiles, ...], flat tiles: the tile of outputs 32 t ..< 32 (t + 1) goes to row
+            first_tile + t * tile_step of it, as [k / pair, 32, pair].
+        tile_step: 1, or 2 to interleave two matrices.
+        first_tile: see `out`.
+        pair: values along k per step: 2 of bf16, 1 of float32, 4 of 8 bits.
+        rows: int64[n]: which output each row of `weight` is (padding between heads).
+        columns: int64[k]: which input each column is.
+    """
+    for i in prange(weight.shape[0]):
+        n = rows[i]
+        place = first_tile + n // TILE_COLUMNS * tile_step
+        lane = n % TILE_COLUMNS
+        for j in range(weight.shape[1]):
+            c = columns[j]
+            out[place, (c // pair * TILE_COLUMNS + lane) * pair + c % pair] = weight[i, j]
+
+
+def pack_signatures() -> list[tuple[Any, ...]]:
+    """Return every signature of :func:`pack_into`."""
+    ids = types.Array(types.int64, 1, "C")
+    return [
+        (types.Array(t, 2, "C"), types.Array(t, 2, "C"), types.int64, types.int64, types.int64, ids, ids)
+        for t in (types.uint16, types.float32, types.uint8)
+    ]
+
+
+class PackedWeights:
+    """Packs a model.
+
+    Args:
+        model: in bf16 or float32.
+        act: dtype of the kernels' rows: uint16 for bf16, or float32.
+        quantization: None, "int8", or "gguf" with the file's own blocks.
+        blocks: for "gguf": the matrices by name in Hugging Face's layout.
+        free_weights: replace the model's packed tensors with empty ones.
+
+    Raises:
+        ValueError: a GGUF's blocks that there are no kernels for.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        act: np.dtype[Any],
+        *,
+        quantization: str | None = None,
+        blocks: Mapping[str, GgufMatrix] | None = None,
+        free_weights: bool = False,
+    ) -> None:
+        config = model.config
+        self._act = act
+        self._config = config
+        self._blocks = blocks
+        self.format, self.vocab_format = self._formats(quantization)
+        head_pad = padded(config.head_dim)
+        heads = config.num_attention_heads
+        all_heads = heads + 2 * config.num_key_value_heads
+        # Heads are padded to whole tiles: row h * head_dim + d of the checkpoint is output h * head_pad + d here.
+        self._head_rows = np.concatenate([h * head_pad + np.arange(config.head_dim) for h in range(all_heads)])
+        self._q_columns = self._head_rows[: heads * config.head_dim]
+        hidden, inter = config.hidden_size, config.intermediate_size
+        shapes = [
+            (all_heads * head_pad, hidden), (hidden, heads * head_pad), (2 * padded(inter), hidden),
+            (hidden, padded(inter)),
+        ]  # fmt: skip
+        layer_bytes = sum(self.format.size_bytes(n, k) for n, k in shapes)
+        # Zeros come from the operating system as large pages where it has them, which streaming needs.
+        self.packed: npt.NDArray[np.uint8] = np.zeros(
+            len(model.layers) * layer_bytes + self.vocab_format.size_bytes(config.vocab_size, hidden), np.uint8
+        )
+        self.layers: npt.NDArray[np.int64] = np.full((len(model.layers), forward.LAYER_COLUMNS), -1, np.int64)
+        self._floats: list[Array] = []
+        self._num_floats = 0
+        at = 0
+        for index, (row, layer) in enumerate(zip(self.layers, model.layers, strict=True)):
+            row[forward.WINDOW] = layer.sliding_window or 0
+            at = self._pack_layer(row, layer, f"model.layers.{index}.", at)
+            self._pack_vectors(row, layer)
+            if free_weights:
+                for name in ("qkv_weight", "o_weight", "gate_up_weight", "down_weight"):
+                    getattr(layer, name).data = torch.empty(0, dtype=model.dtype)
+        self.lm_head_at = at
+        every = np.arange(config.vocab_size)
+        head = "lm_head" if model.lm_head is not model.embed else "model.embed_tokens"
+        self._pack(self.vocab_format, model.lm_head, [f"{head}.weight"], at, hidden, every, np.arange(hidden))
+        self.final_norm_at = self._add_floats(model.norm, np.arange(hidden), padded(hidden))
+        self.floats = np.concatenate(self._floats)
+        self.embed = as_numpy(model.embed, act).reshape(-1)
+
+    def _formats(self, quantization: str | None) -> tuple[WeightFormat, WeightFormat]:
+        """Return the formats of the layers and of the output embedding."""
+        if quantization != "gguf":
+            form = INT8 if quantization == "int8" else float_format(self._act)
+            return form, form
+        assert self._blocks is not None, "gguf blocks come with the model"
+        kinds: dict[bool, set[str]] = {True: set(), False: set()}
+        for name, matrix in self._blocks.items():
+            kinds[".layers." in name].add(matrix.kind)
+        of_layers, of_vocabulary = kinds[True], kinds[False] - kinds[True] or kinds[False]
+        for found in (of_layers, of_vocabulary):
+            if len(found) != 1 or not found <= GGUF_FORMATS.keys():
+                raise ValueError(
+                    f"quantization='gguf' computes layers of one type, {' or '.join(GGUF_FORMATS)}, and an output "
+                    f"embedding of one; the file has {sorted(of_layers)} and {sorted(of_vocabulary)}; "
+                    "use quantization='int8', or None for bfloat16"
+                )
+        if self._config.head_dim % TILE_COLUMNS:
+            raise ValueError(
+                f"quantization='gguf' needs heads of a multiple of {TILE_COLUMNS} values, the model's have "
+                f"{self._config.head_dim}; use quantization='int8'"
+            )
+        return GGUF_FORMATS[of_layers.pop()], GGUF_FORMATS[of_vocabulary.pop()]
+
+    def _pack_layer(self, row: Array, layer: Any, prefix: str, at: int) -> int:
+        hidden, inter = self._config.hidden_size, self._config.intermediate_size
+        heads_pad = self._config.num_attention_heads * padded(self._config.head_dim)
+        every, mlp = np.arange(hidden), np.arange(inter)
+        qkv_outputs = padded(self._config.head_dim) * len(self._head_rows) // self._config.head_dim
+        form, names = self.format, {part: f"{prefix}{part}.weight" for part in _PARTS}
+        row[forward.QKV] = at
+        qkv = [names[f"self_attn.{part}_proj"] for part in "qkv"]
+        self._pack(form, layer.qkv_weight, qkv, at, hidden, self._head_rows, every)
+        at += form.size_bytes(qkv_outputs, hidden)
+        row[forward.O_PROJ] = at
+        self._pack(form, layer.o_weight, [names["self_attn.o_proj"]], at, heads_pad, every, self._q_columns)
+        at += form.size_bytes(hidden, heads_pad)
+        row[forward.GATE_UP] = at
+        for first, part in enumerate(("gate", "up")):
+            weight = layer.gate_up_weight.split(inter)[first]
+            self._pack(form, weight, [names[f"mlp.{part}_proj"]], at, hidden, mlp, every, tile_step=2, first=first)
+        at += form.size_bytes(2 * padded(inter), hidden)
+        row[forward.DOWN] = at
+        self._pack(form, layer.down_weight, [names["mlp.down_proj"]], at, padded(inter), every, mlp)
+        return at + form.size_bytes(hidden, padded(inter))
+
+    def _pack(
+        self,
+        form: WeightFormat,
+        weight: torch.Tensor,
+        names: list[str],
+        at: int,
+        inputs: int,
+        rows: Array,
+        columns: Array,
+        *,
+        tile_step: int = 1,
+        first: int = 0,
+    ) -> None:
+        """Pack a weight at byte `at`, its row i as output rows[i], its column j as input columns[j] of `inputs`."""
+        tile_bytes = form.tile_bytes(inputs)
+        num_tiles = first + ((int(rows.max()) // TILE_COLUMNS) * tile_step) + 1
+        tiles = self.packed[at : at + num_tiles * tile_bytes].reshape(num_tiles, tile_bytes)
+        if self._blocks is not None:
+            kind = GGUF_FORMATS[self._blocks[names[0]].kind]
+            assert kind is form, "one format for all matrices of layers"
+            blocks = np.concatenate([self._blocks[name].blocks for name in names])
+            pack_blocks(blocks, tiles[first::tile_step], rows, four_bits=form.name == "q4_1")
+            return
+        if form is INT8:
+            values, scales = quantize_weight(weight.detach())
+            tails = tiles[:, tile_bytes - form.tail_bytes :].view(np.float32)
+            tails[first + rows // TILE_COLUMNS * tile_step, rows % TILE_COLUMNS] = scales
+        else:
+            values = as_numpy(weight, self._act)
+        with parallel_entry:
+            pack_into(
+                values, tiles.view(values.dtype), tile_step, first, form.step_values, rows.astype(np.int64),
+                columns.astype(np.int64),
+            )  # fmt: skip
+
+    def _pack_vectors(self, row: Array, layer: Any) -> None:
+        config = self._config
+        hidden, head, inter = config.hidden_size, config.head_dim, config.intermediate_size
+        qkv_outputs = padded(head) * len(self._head_rows) // head
+        place = np.arange(inter) // TILE_COLUMNS * 2 * TILE_COLUMNS + np.arange(inter) % TILE_COLUMNS
+        both = np.concatenate([place, place + TILE_COLUMNS])
+        for column, tensor, index, size in (
+            (forward.INPUT_NORM, layer.input_norm, np.arange(hidden), padded(hidden)),
+            (forward.POST_NORM, layer.post_norm, np.arange(hidden), padded(hidden)),
+            (forward.QKV_BIAS, layer.qkv_bias, self._head_rows, qkv_outputs),
+            (forward.O_BIAS, layer.o_bias, np.arange(hidden), padded(hidden)),
+            (forward.GATE_UP_BIAS, layer.gate_up_bias, both, 2 * padded(inter)),
+            (forward.DOWN_BIAS, layer.down_bias, np.arange(hidden), padded(hidden)),
+            (forward.Q_NORM, layer.q_norm, np.arange(head), padded(head)),
+            (forward.K_NORM, layer.k_norm, np.arange(head), padded(head)),
+        ):
+            if tensor is not None:
+                row[column] = self._add_floats(tensor, index, size)
+
+    def _add_floats(self, tensor: torch.Tensor, index: Array, size: int) -> int:
+        values = np.zeros(size, np.float32)
+        values[index] = tensor.detach().float().numpy()
+        self._floats.append(values)
+        self._num_floats += size
+        return self._num_floats - size
+
+
+_PARTS = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj",
+)  # fmt: skip
+
+
+def pack_blocks(blocks: npt.NDArray[np.uint8], tiles: Array, rows: Array, *, four_bits: bool) -> None:
+    """Lay a GGUF's blocks out in tiles: the values of 32 outputs, then their scales (and smallest values).
+
+    Args:
+        blocks: uint8[outputs, num_blocks, block_bytes]: float16 scale, float16 smallest value (4 bits), values.
+        tiles: uint8[num_tiles, tile_bytes], written.
+        rows: int[outputs], which output each is.
+        four_bits: Q4_1 blocks, else Q8_0.
+    """
+    num_tiles, num_blocks = len(tiles), blocks.shape[1]
+    placed = np.zeros((num_tiles * TILE_COLUMNS, *blocks.shape[1:]), np.uint8)
+    placed[rows] = blocks
+    head = 4 if four_bits else 2
+    values = placed[:, :, head:]
+    if not four_bits:
+        values = values ^ np.uint8(0x80)  # signed to unsigned, 128 standing for 0
+    # [tile, half, lane, block, word, byte] -> [tile, block, half, word, lane, byte]
+    values = values.reshape(num_tiles, 2, TILE_COLUMNS // 2, num_blocks, -1, 4).transpose(0, 3, 1, 4, 2, 5)
+    values = values.reshape(num_tiles, num_blocks, -1)
+    parts = [values]
+    for i in range(0, head, 2):  # [tile, output, block, 2 bytes] -> [tile, block, output, 2 bytes]
+        number = placed[:, :, i : i + 2].reshape(num_tiles, TILE_COLUMNS, num_blocks, 2).transpose(0, 2, 1, 3)
+        parts.append(number.reshape(num_tiles, num_blocks, -1))
+    tiles[:] = np.concatenate(parts, axis=2).reshape(num_tiles, -1)
+
+
+def as_numpy(tensor: torch.Tensor, act: np.dtype[Any]) -> Array:
+    """Return a tensor as the kernels see it: bf16 as uint16."""
+    tensor = tensor.detach().contiguous()
+    return tensor.view(torch.int16).numpy().view(np.uint16) if act == np.uint16 else tensor.numpy()
