@@ -162,7 +162,7 @@ def bench_attention(decoder: CpuDecoder, dtype: torch.dtype, repeats: int) -> di
 def bench_vocabulary(decoder: CpuDecoder, bandwidth: ReadBandwidth, repeats: int) -> dict[str, Any]:
     """Logits, fused arg-max, and what is done with a row of logits, next to torch."""
     result: dict[str, Any] = {}
-    size = decoder._weights.packed.itemsize
+    size = decoder._act.itemsize
     print("\nrows   arg-max ms   x limit   logits ms   x limit")
     make_step(16, 16)(decoder)
     for rows in (1, 2, 4, 6, 8, 16):

@@ -13,6 +13,7 @@ SPECULATIVE_METHODS = ("ngram",)
 PROMPT_LOOKUP_TIES = ("latest", "earliest")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits")
+QUANTIZATIONS = ("int8", "gguf")
 
 # Token budget of a step and requests at a time where the user names none: the defaults of vLLM's LLM class.
 DEFAULT_MAX_NUM_SEQS = 256
@@ -283,6 +284,7 @@ class ModelConfig:
     device: str = "auto"  # "cpu", "cuda", "cuda:N", or "auto": CUDA where torch finds it
     seed: int = 0  # from which requests without a seed of their own derive one
     max_model_len: int | None = None  # prompt plus output tokens; None: what the model was trained for
+    quantization: str | None = None  # of weights in the CPU kernels: "int8", or "gguf" for a GGUF's own blocks
     revision: str | None = None  # branch, tag or commit on the hub
     trust_remote_code: bool = False
     max_logprobs: int = 20  # the most log probabilities per position a request may ask for; -1: the vocabulary
@@ -299,6 +301,8 @@ class ModelConfig:
         check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, 2)  # a prompt token and one to generate
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, QUANTIZATIONS)
         if self.revision is not None:
             check_name("revision", self.revision)
         check_int("max_logprobs", self.max_logprobs, -1)

@@ -140,6 +140,7 @@ def _add_engine_options(parser: argparse.ArgumentParser, *, demo: bool = False) 
     )
     options: list[tuple[str, dict[str, Any]]] = [
         ("--tokenizer", {"help": "where the tokenizer lies, if not with the model"}),
+        ("--quantization", {"help": "of the weights on the CPU: int8, or gguf for a GGUF file's own blocks"}),
         ("--device", {"help": "auto, cpu, cuda or cuda:N"}),
         ("--seed", {"type": int, "help": "of requests without one of their own"}),
         ("--revision", {"help": "branch, tag or commit of a model on the hub"}),

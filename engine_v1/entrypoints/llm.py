@@ -49,7 +49,6 @@ _NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "distributed_executor_backend": (None,),
-    "quantization": (None,),
     "cpu_offload_gb": (0.0,),
     "swap_space": (0.0, 4.0),
     "hf_token": (None,),
@@ -93,6 +92,8 @@ class LLM:
         model: a local directory, a .gguf file, an alias of the demo model, or a name on the Hugging Face hub.
         tokenizer: where the tokenizer lies, if not with the model.
         dtype: of weights and KV cache; "auto" is the checkpoint's own, bfloat16 for GGUF.
+        quantization: of the weights, in the CPU kernels: "int8" (any model), or "gguf" (a GGUF file's own blocks);
+            other outputs than without, and as exact under speculation.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         seed: from which requests without a seed derive theirs.
         max_model_len: prompt plus output tokens of a request; None: what the model was trained for.
@@ -128,6 +129,7 @@ class LLM:
         *,
         tokenizer: str | None = None,
         dtype: str = "auto",
+        quantization: str | None = None,
         device: str = "auto",
         seed: int = 0,
         max_model_len: int | None = None,
@@ -159,6 +161,7 @@ class LLM:
             model=model,
             tokenizer=tokenizer,
             dtype=dtype,
+            quantization=quantization,
             device=device,
             seed=seed,
             max_model_len=max_model_len,

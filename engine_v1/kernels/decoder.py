@@ -11,6 +11,7 @@ from numba import types
 from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.kernels import attention, forward, linear, parallel, schedule
 from engine_v1.kernels.formats import TILE_COLUMNS, WeightFormat, float_format, padded
+from engine_v1.kernels.intrinsics import describe_int8
 from engine_v1.kernels.jit import warmup
 from engine_v1.kernels.packed_weights import DecoderModel, PackedWeights, pack_into, pack_signatures
 from engine_v1.kernels.parallel import num_threads_cached, run_parallel
@@ -144,7 +145,9 @@ class CpuDecoder:
         self._mlp = np.zeros(rows * size["inter_pad"], act)
         widest = max(heads_pad, size["hidden_pad"], size["inter_pad"])
         any_quantized = self._weights.format.quantized or self._weights.vocab_format.quantized
-        self._byte_rows = np.zeros(max(rows, self.max_logit_rows) * byte_row_size.py_func(widest) if any_quantized else 0, np.uint8)
+        self._byte_rows = np.zeros(
+            max(rows, self.max_logit_rows) * byte_row_size.py_func(widest) if any_quantized else 0, np.uint8
+        )
         self._max_parts = _MAX_PARTS_BYTES // (4 * (size["head_pad"] + 16))
         self._parts = np.zeros(self._max_parts * (size["head_pad"] + 16), np.float32)
         self._scratch = np.zeros(threads * size["scratch_size"], np.float32)
@@ -197,6 +200,11 @@ class CpuDecoder:
     def weight_bytes(self) -> int:
         """Bytes of weights that a step reads, output projection included."""
         return int(self._weights.packed.nbytes)
+
+    def describe_weights(self) -> str:
+        """Return the weights' format, and with what quantised ones are multiplied."""
+        names = dict.fromkeys((self._weights.format.name, self._weights.vocab_format.name))
+        return " and ".join(names) + (f" ({describe_int8()})" if self._weights.quantized else "")
 
     def forward(self, input_ids: Array, positions: Array, metadata: AttentionMetadata) -> Array:
         """Compute a step's hidden states, writing each row's keys and values to the cache first.

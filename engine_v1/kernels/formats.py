@@ -10,9 +10,9 @@ from engine_v1.kernels.intrinsics import LANES, TILE_COLUMNS
 from engine_v1.kernels.jit import native_function
 from engine_v1.kernels.quantized_tiles import (
     BLOCK,
+    EIGHT_BIT_VALUES,
+    FOUR_BIT_VALUES,
     LINE_BYTES,
-    Q4_1_VALUES,
-    Q8_0_VALUES,
     tile_int8,
     tile_q4_1,
     tile_q8_0,
@@ -60,9 +60,11 @@ class WeightFormat:
 _VECTOR = LANES * 4
 FLOAT32 = WeightFormat("float32", 1, 2 * _VECTOR, _VECTOR, tile_f32)
 BFLOAT16 = WeightFormat("bfloat16", 2, 2 * _VECTOR, _VECTOR, tile_bf16)
-INT8 = WeightFormat("int8", 4, 2 * _VECTOR, _VECTOR, tile_int8, tail_bytes=4 * TILE_COLUMNS, quantized=True)
-Q8_0 = WeightFormat("q8_0", BLOCK, 2 * Q8_0_VALUES + LINE_BYTES, Q8_0_VALUES, tile_q8_0, quantized=True)
-Q4_1 = WeightFormat("q4_1", BLOCK, 2 * Q4_1_VALUES + 2 * LINE_BYTES, Q4_1_VALUES, tile_q4_1, quantized=True)
+INT8 = WeightFormat(
+    "int8", BLOCK, 2 * EIGHT_BIT_VALUES, EIGHT_BIT_VALUES, tile_int8, tail_bytes=4 * TILE_COLUMNS, quantized=True
+)
+Q8_0 = WeightFormat("q8_0", BLOCK, 2 * EIGHT_BIT_VALUES + LINE_BYTES, EIGHT_BIT_VALUES, tile_q8_0, quantized=True)
+Q4_1 = WeightFormat("q4_1", BLOCK, 2 * FOUR_BIT_VALUES + 2 * LINE_BYTES, FOUR_BIT_VALUES, tile_q4_1, quantized=True)
 GGUF_FORMATS = {"Q8_0": Q8_0, "Q4_1": Q4_1}
 
 

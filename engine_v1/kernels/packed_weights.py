@@ -12,10 +12,9 @@ from engine_v1.kernels import forward
 from engine_v1.kernels.formats import GGUF_FORMATS, INT8, TILE_COLUMNS, WeightFormat, float_format, padded
 from engine_v1.kernels.jit import jit
 from engine_v1.kernels.parallel import parallel_entry
-from engine_v1.kernels.quantize import quantize_weight
+from engine_v1.kernels.quantize import ZERO_POINT, quantize_weight
+from engine_v1.kernels.quantized_tiles import BLOCK
 from engine_v1.models.gguf_checkpoint import GgufMatrix
-
-QUANTIZATIONS = ("int8", "gguf")
 
 Array = npt.NDArray[Any]
 
@@ -39,12 +38,12 @@ def pack_into(weight, out, tile_step, first_tile, pair, rows, columns):  # type:
     """Lay weights out in the order in which tiles read them.
 
     Args:
-        weight: element[n, k]: one output per row; bf16 as uint16, float32, or 8-bit values as uint8.
+        weight: element[n, k]: one output per row; bf16 as uint16, or float32.
         out: element[num_tiles, ...], flat tiles: the tile of outputs 32 t ..< 32 (t + 1) goes to row
             first_tile + t * tile_step of it, as [k / pair, 32, pair].
         tile_step: 1, or 2 to interleave two matrices.
         first_tile: see `out`.
-        pair: values along k per step: 2 of bf16, 1 of float32, 4 of 8 bits.
+        pair: values along k per step: 2 of bf16, 1 of float32.
         rows: int64[n]: which output each row of `weight` is (padding between heads).
         columns: int64[k]: which input each column is.
     """
@@ -62,7 +61,7 @@ def pack_signatures() -> list[tuple[Any, ...]]:
     ids = types.Array(types.int64, 1, "C")
     return [
         (types.Array(t, 2, "C"), types.Array(t, 2, "C"), types.int64, types.int64, types.int64, ids, ids)
-        for t in (types.uint16, types.float32, types.uint8)
+        for t in (types.uint16, types.float32)
     ]
 
 
@@ -128,6 +127,11 @@ class PackedWeights:
         self.final_norm_at = self._add_floats(model.norm, np.arange(hidden), padded(hidden))
         self.floats = np.concatenate(self._floats)
         self.embed = as_numpy(model.embed, act).reshape(-1)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any product wants quantised rows."""
+        return self.format.quantized or self.vocab_format.quantized
 
     def _formats(self, quantization: str | None) -> tuple[WeightFormat, WeightFormat]:
         """Return the formats of the layers and of the output embedding."""
@@ -199,11 +203,9 @@ class PackedWeights:
             pack_blocks(blocks, tiles[first::tile_step], rows, four_bits=form.name == "q4_1")
             return
         if form is INT8:
-            values, scales = quantize_weight(weight.detach())
-            tails = tiles[:, tile_bytes - form.tail_bytes :].view(np.float32)
-            tails[first + rows // TILE_COLUMNS * tile_step, rows % TILE_COLUMNS] = scales
-        else:
-            values = as_numpy(weight, self._act)
+            pack_int8(weight.detach(), tiles[first::tile_step], rows, columns)
+            return
+        values = as_numpy(weight, self._act)
         with parallel_entry:
             pack_into(
                 values, tiles.view(values.dtype), tile_step, first, form.step_values, rows.astype(np.int64),
@@ -243,6 +245,25 @@ _PARTS = (
 )  # fmt: skip
 
 
+def pack_int8(weight: torch.Tensor, tiles: Array, rows: Array, columns: Array) -> None:
+    """Round weights to 8 bits and lay them out in tiles: blocks of values, then 32 scales.
+
+    Args:
+        weight: float[n, k].
+        tiles: uint8[num_tiles, tile_bytes], written.
+        rows: int[n], which output each row is.
+        columns: int[k], which input each column is.
+    """
+    values, scales = quantize_weight(weight)
+    blocks_bytes = tiles.shape[1] - INT8.tail_bytes
+    placed = np.zeros((len(tiles) * TILE_COLUMNS, blocks_bytes // TILE_COLUMNS), np.uint8)
+    placed[np.ix_(rows, columns)] = values
+    tiles[:, :blocks_bytes] = _interleaved(placed.reshape(len(placed), -1, BLOCK)).reshape(len(tiles), -1)
+    placed_scales = np.zeros(len(placed), np.float32)
+    placed_scales[rows] = scales
+    tiles[:, blocks_bytes:] = placed_scales.view(np.uint8).reshape(len(tiles), -1)
+
+
 def pack_blocks(blocks: npt.NDArray[np.uint8], tiles: Array, rows: Array, *, four_bits: bool) -> None:
     """Lay a GGUF's blocks out in tiles: the values of 32 outputs, then their scales (and smallest values).
 
@@ -258,15 +279,23 @@ def pack_blocks(blocks: npt.NDArray[np.uint8], tiles: Array, rows: Array, *, fou
     head = 4 if four_bits else 2
     values = placed[:, :, head:]
     if not four_bits:
-        values = values ^ np.uint8(0x80)  # signed to unsigned, 128 standing for 0
-    # [tile, half, lane, block, word, byte] -> [tile, block, half, word, lane, byte]
-    values = values.reshape(num_tiles, 2, TILE_COLUMNS // 2, num_blocks, -1, 4).transpose(0, 3, 1, 4, 2, 5)
-    values = values.reshape(num_tiles, num_blocks, -1)
-    parts = [values]
+        values = values ^ np.uint8(ZERO_POINT)  # signed to unsigned, 128 standing for 0
+    parts = [_interleaved(values)]
     for i in range(0, head, 2):  # [tile, output, block, 2 bytes] -> [tile, block, output, 2 bytes]
         number = placed[:, :, i : i + 2].reshape(num_tiles, TILE_COLUMNS, num_blocks, 2).transpose(0, 2, 1, 3)
         parts.append(number.reshape(num_tiles, num_blocks, -1))
     tiles[:] = np.concatenate(parts, axis=2).reshape(num_tiles, -1)
+
+
+def _interleaved(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Order blocks as a tile reads them.
+
+    uint8[outputs, blocks, bytes] -> uint8[tiles, blocks, 2 halves * words * 16 outputs * 4 bytes]
+    """
+    outputs, num_blocks, _ = values.shape
+    words = np.ascontiguousarray(values).view(np.uint32)
+    words = words.reshape(outputs // TILE_COLUMNS, 2, TILE_COLUMNS // 2, num_blocks, -1).transpose(0, 3, 1, 4, 2)
+    return np.ascontiguousarray(words).reshape(outputs // TILE_COLUMNS, num_blocks, -1).view(np.uint8)
 
 
 def as_numpy(tensor: torch.Tensor, act: np.dtype[Any]) -> Array:

@@ -19,51 +19,45 @@ from engine_v1.kernels.intrinsics import (
     where_nan,
 )
 from engine_v1.kernels.jit import kernel_part
-from engine_v1.kernels.quantized_tiles import BLOCK, ROW_TAIL
+from engine_v1.kernels.quantized_tiles import BLOCK
 
 ZERO_POINT = 128  # of stored weights
 
 
 @kernel_part(forceinline=True)
 def byte_row_size(size):  # type: ignore[no-untyped-def]
-    """Bytes of a quantised row of `size` values: the values, its scale, its sums; whole cache lines."""
-    return (size + ROW_TAIL + size // BLOCK * 4 + 63) // 64 * 64
+    """Bytes of a quantised row of `size` values: the values, then a scale and a sum per block; whole cache lines."""
+    return (size + size // BLOCK * 8 + 63) // 64 * 64
 
 
 @kernel_part
 def quantize_row(x, at, size, out):  # type: ignore[no-untyped-def]
-    """Write a row as int8 with one scale, largest magnitude / 127, and the sums that products need.
+    """Write a row as int8 in blocks of 32 values with a scale each, its largest magnitude / 127.
 
-    A row with a NaN or an infinity gets a NaN scale: whatever is computed of it is NaN.
+    A block with a NaN or an infinity gets a NaN scale: whatever is computed of the row is NaN.
 
     Args:
         x: act[...], a flat array, the row at `at`.
         size: a multiple of 32.
-        out: byte address: int8[size], float32 scale, int32 sum, int32[size / 32] sums of blocks.
+        out: byte address: int8[size], float32[size / 32] scales, int32[size / 32] -128 times the sums of blocks.
     """
-    largest = splat(0.0)
-    marks = splat(0.0)
-    for i in range(0, size, 16):
-        v = load(x, at + i)
-        marks = where_nan(v - v, splat(1.0), marks)  # an infinity less itself is NaN
-        largest = maximum(absolute(v), largest)
-    top = reduce_max(largest)
-    usable = reduce_max(marks) == 0.0
-    inverse = np.float32(127.0) / top if usable and top > 0.0 else np.float32(0.0)
-    scale = splat(inverse)
-    sums = int32_view(out + size + 4, 1)
-    total = np.int64(0)
-    for block in range(size // BLOCK):
+    blocks = size // BLOCK
+    scales = float_view(out + size, 1)
+    zeros = int32_view(out + size + 4 * blocks, 1)
+    for block in range(blocks):
         i = block * BLOCK
-        a = nearest_integer(finite_or_zero(load(x, at + i) * scale))
-        b = nearest_integer(finite_or_zero(load(x, at + i + 16) * scale))
+        a, b = load(x, at + i), load(x, at + i + 16)
+        # An infinity less itself is NaN; maximum alone would pass over a NaN.
+        marks = where_nan(b - b, splat(1.0), where_nan(a - a, splat(1.0), splat(0.0)))
+        top = reduce_max(maximum(absolute(a), absolute(b)))
+        usable = reduce_max(marks) == 0.0
+        factor = splat(np.float32(127.0) / top if usable and top > 0.0 else np.float32(0.0))
+        a = nearest_integer(finite_or_zero(a * factor))
+        b = nearest_integer(finite_or_zero(b * factor))
         store_int8(out + i, a)
         store_int8(out + i + 16, b)
-        block_sum = np.int64(reduce_add(a + b))  # whole numbers, exact
-        sums[1 + block] = np.int32(block_sum)
-        total += block_sum
-    sums[0] = np.int32(total)
-    float_view(out + size, 1)[0] = top / np.float32(127.0) if usable else np.float32(np.nan)
+        zeros[block] = np.int32(reduce_add(a + b) * np.float32(-ZERO_POINT))  # whole numbers, exact
+        scales[block] = top / np.float32(127.0) if usable else np.float32(np.nan)
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:

@@ -1,8 +1,9 @@
-"""Tiles of 8-bit rows times quantised weights: exact integer sums, turned into float32 with the scales.
+"""Tiles of 8-bit rows times quantised weights: exact integer sums of 32 products, added up in float32 with scales.
 
-A row is int8[k] followed by its scale and sums (:data:`ROW_TAIL`). Weights are unsigned in the products, as the
-instruction wants it; what their zero point adds is taken off by means of the row's sums. Integer sums depend on no
-order, and the scales are applied in one order: a row's result does not depend on the rows beside it.
+A row is quantised in blocks of 32 values along k, each with a scale of its own, as llama.cpp does: one large value then
+costs its neighbours their precision, not the whole row. Weights have a scale per output (int8) or per block (GGUF).
+They are unsigned in the products, as the instruction wants it, and what their zero point adds is taken off again. Sums
+of integers depend on no order, and blocks are added k ascending: a row's result does not depend on the rows beside it.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from engine_v1.kernels.intrinsics import (
+    F32,
     HAS_F16,
     HAS_INT8_DOT,
     I16,
@@ -25,6 +27,7 @@ from engine_v1.kernels.intrinsics import (
     iconst,
 )
 from engine_v1.kernels.tiles import (
+    Emit,
     accumulators,
     load_at,
     prefetch,
@@ -33,14 +36,13 @@ from engine_v1.kernels.tiles import (
     tile_cases,
 )
 
-BLOCK = 32  # values along k that share a scale in a GGUF
-# After the k values of a row: float32 scale, int32 sum of all values, then int32 sums of each block.
-ROW_TAIL = 8
+BLOCK = 32  # values along k that share a scale
 LINE_BYTES = 64
 HALF_BYTES = LANES * 2  # sixteen float16
-# A block of a tile: values of outputs 0..15, values of outputs 16..31, 32 scales, and for 4 bits 32 smallest values.
-Q8_0_VALUES = BLOCK * LANES
-Q4_1_VALUES = BLOCK * LANES // 2
+# A block of a tile: values of outputs 0..15, values of outputs 16..31; in a GGUF's forms also 32 scales as float16, and
+# for 4 bits 32 smallest values.
+EIGHT_BIT_VALUES = BLOCK * LANES
+FOUR_BIT_VALUES = BLOCK * LANES // 2
 
 _HALF = ir.VectorType(ir.HalfType(), LANES)
 _HALF_BITS = ir.VectorType(I16, LANES)
@@ -73,82 +75,64 @@ def _at(builder: Any, address: Any, offset: int) -> Any:
     return builder.add(address, ir.Constant(I64, offset))
 
 
-def _emit_int8(
-    builder: Any, rows: int, vectors: int, x: Any, x_stride: Any, table: Any, table_stride: Any, ahead: Any,
-    groups: Any, steps: Any, w_stride: Any, out: Any, out_stride: Any,
-) -> None:  # fmt: skip
-    """Steps of 4 values with one scale per output, which follows the tile's values."""
-    acc = accumulators(builder, rows, vectors, VI, iconst(0))
-    x_rows = row_addresses(builder, x, x_stride, rows)
-    starts = [load_at(builder, _at(builder, table, 8 * b), I64, 8) for b in range(vectors)]
-    fetches = [load_at(builder, _at(builder, builder.add(table, ahead), 8 * b), I64, 8) for b in range(vectors)]
-    with cgutils.for_range(builder, steps) as loop:
-        step = builder.mul(loop.index, w_stride)
-        w = []
-        for start, fetch in zip(starts, fetches, strict=True):
-            w.append(load_at(builder, builder.add(start, step), VI))
-            prefetch(builder, builder.add(fetch, step))
-        offset = builder.mul(loop.index, ir.Constant(I64, 4))
-        for m in range(rows):
-            xs = broadcast(builder, load_at(builder, builder.add(x_rows[m], offset), I32), VI)
+def _emit_blocks(kind: str) -> Emit:
+    """Return what emits a tile: "int8" with a scale per output behind the blocks, "q8_0" or "q4_1"."""
+    four_bits = kind == "q4_1"
+    values_bytes = FOUR_BIT_VALUES if four_bits else EIGHT_BIT_VALUES
+
+    def emit(
+        builder: Any, rows: int, vectors: int, x: Any, x_stride: Any, table: Any, table_stride: Any, ahead: Any,
+        groups: Any, steps: Any, w_stride: Any, out: Any, out_stride: Any,
+    ) -> None:  # fmt: skip
+        del table_stride, groups  # weights are one piece along k
+        acc = accumulators(builder, rows, vectors, VF, const(0.0))
+        x_rows = row_addresses(builder, x, x_stride, rows)
+        # Behind a row's values: float32 scales of its blocks, then int32 -128 times the sums of its blocks.
+        scale_rows = [builder.add(row, builder.mul(steps, ir.Constant(I64, BLOCK))) for row in x_rows]
+        zero_rows = [builder.add(row, builder.mul(steps, ir.Constant(I64, 4))) for row in scale_rows]
+        starts = [load_at(builder, _at(builder, table, 8 * b), I64, 8) for b in range(vectors)]
+        fetches = [load_at(builder, _at(builder, builder.add(table, ahead), 8 * b), I64, 8) for b in range(vectors)]
+        with cgutils.for_range(builder, steps) as loop:
+            step = builder.mul(loop.index, w_stride)
+            x_step = builder.mul(loop.index, ir.Constant(I64, BLOCK))
+            fact_step = builder.mul(loop.index, ir.Constant(I64, 4))
             for b in range(vectors):
-                builder.store(_dot(builder, builder.load(acc[m][b]), w[b], xs), acc[m][b])
-    scales = [load_at(builder, builder.add(start, builder.mul(steps, w_stride)), VF) for start in starts]
-    tails = [builder.add(row, builder.mul(steps, ir.Constant(I64, 4))) for row in x_rows]
-    sums = []
-    for m in range(rows):
-        zero_point = builder.shl(load_at(builder, _at(builder, tails[m], 4), I32), ir.Constant(I32, 7))
-        x_scale = broadcast(builder, load_at(builder, tails[m], VF.element), VF)
-        line = []
-        for b in range(vectors):
-            exact = builder.sub(builder.load(acc[m][b]), broadcast(builder, zero_point, VI))
-            line.append(builder.fmul(builder.sitofp(exact, VF), builder.fmul(scales[b], x_scale)))
-        sums.append(line)
-    store_sums(builder, sums, out, out_stride)
+                start, fetch = builder.add(starts[b], step), builder.add(fetches[b], step)
+                for line in range(0, values_bytes + (0 if kind == "int8" else LINE_BYTES), LINE_BYTES):
+                    prefetch(builder, _at(builder, fetch, line))
+                w = _four_bit_values(builder, start) if four_bits else _eight_bit_values(builder, start)
+                # Vectors come in pairs, the two halves of a tile.
+                scales = _at(builder, start, 2 * values_bytes if b % 2 == 0 else values_bytes + HALF_BYTES)
+                w_scale = None if kind == "int8" else _load_half(builder, scales)
+                smallest = _load_half(builder, _at(builder, scales, LINE_BYTES)) if four_bits else None
+                for m in range(rows):
+                    x_scale = load_at(builder, builder.add(scale_rows[m], fact_step), F32)
+                    zero = load_at(builder, builder.add(zero_rows[m], fact_step), I32)
+                    dot = iconst(0) if four_bits else broadcast(builder, zero, VI)
+                    for i, values in enumerate(w):
+                        word = load_at(builder, _at(builder, builder.add(x_rows[m], x_step), 4 * i), I32)
+                        dot = _dot(builder, dot, values, broadcast(builder, word, VI))
+                    scale = broadcast(builder, x_scale, VF)
+                    if w_scale is not None:
+                        scale = builder.fmul(scale, w_scale)
+                    total = _fma(builder, builder.sitofp(dot, VF), scale, builder.load(acc[m][b]))
+                    if smallest is not None:
+                        block_sum = builder.fmul(builder.sitofp(zero, F32), ir.Constant(F32, -1 / 128))
+                        weight = broadcast(builder, builder.fmul(block_sum, x_scale), VF)
+                        total = _fma(builder, weight, smallest, total)
+                    builder.store(total, acc[m][b])
+        sums = [[builder.load(slot) for slot in row] for row in acc]
+        if kind == "int8":
+            end = builder.mul(steps, w_stride)
+            for b in range(vectors):
+                # Behind the tile's blocks; a half's values start where the other's end.
+                offset = 0 if b % 2 == 0 else LINE_BYTES - values_bytes
+                w_scale = load_at(builder, _at(builder, builder.add(starts[b], end), offset), VF)
+                for row in sums:
+                    row[b] = builder.fmul(row[b], w_scale)
+        store_sums(builder, sums, out, out_stride)
 
-
-def _emit_blocks(
-    builder: Any, rows: int, vectors: int, x: Any, x_stride: Any, table: Any, ahead: Any, steps: Any, w_stride: Any,
-    out: Any, out_stride: Any, *, four_bits: bool,
-) -> None:  # fmt: skip
-    """Steps of one block of 32 values, with a scale (and for 4 bits a smallest value) per output."""
-    values_bytes = Q4_1_VALUES if four_bits else Q8_0_VALUES
-    acc = accumulators(builder, rows, vectors, VF, const(0.0))
-    x_rows = row_addresses(builder, x, x_stride, rows)
-    sum_rows = [_at(builder, builder.add(row, builder.mul(steps, ir.Constant(I64, BLOCK))), ROW_TAIL) for row in x_rows]
-    starts = [load_at(builder, _at(builder, table, 8 * b), I64, 8) for b in range(vectors)]
-    fetches = [load_at(builder, _at(builder, builder.add(table, ahead), 8 * b), I64, 8) for b in range(vectors)]
-    with cgutils.for_range(builder, steps) as loop:
-        step = builder.mul(loop.index, w_stride)
-        x_step = builder.mul(loop.index, ir.Constant(I64, BLOCK))
-        sum_step = builder.mul(loop.index, ir.Constant(I64, 4))
-        for b in range(vectors):
-            start, fetch = builder.add(starts[b], step), builder.add(fetches[b], step)
-            for line in range(0, values_bytes + LINE_BYTES, LINE_BYTES):
-                prefetch(builder, _at(builder, fetch, line))
-            w = _four_bit_values(builder, start) if four_bits else _eight_bit_values(builder, start)
-            # Vectors come in pairs, the two halves of a tile.
-            scales = 2 * values_bytes if b % 2 == 0 else values_bytes + HALF_BYTES
-            scale = _load_half(builder, _at(builder, start, scales))
-            smallest = _load_half(builder, _at(builder, start, scales + LINE_BYTES)) if four_bits else None
-            for m in range(rows):
-                block_sum = load_at(builder, builder.add(sum_rows[m], sum_step), I32)
-                dot = iconst(0)
-                if not four_bits:
-                    dot = broadcast(builder, builder.mul(block_sum, ir.Constant(I32, -128)), VI)
-                for i, values in enumerate(w):
-                    word = load_at(builder, _at(builder, builder.add(x_rows[m], x_step), 4 * i), I32)
-                    dot = _dot(builder, dot, values, broadcast(builder, word, VI))
-                total = _fma(builder, builder.sitofp(dot, VF), scale, builder.load(acc[m][b]))
-                if smallest is not None:
-                    total = _fma(builder, builder.sitofp(broadcast(builder, block_sum, VI), VF), smallest, total)
-                builder.store(total, acc[m][b])
-    tails = [builder.add(row, builder.mul(steps, ir.Constant(I64, BLOCK))) for row in x_rows]
-    scales = [load_at(builder, tail, VF.element) for tail in tails]
-    sums = [
-        [builder.fmul(builder.load(slot), broadcast(builder, scales[m], VF)) for slot in acc[m]] for m in range(rows)
-    ]
-    store_sums(builder, sums, out, out_stride)
+    return emit
 
 
 def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
@@ -166,25 +150,7 @@ def _four_bit_values(builder: Any, start: Any) -> list[Any]:
     return low + [builder.and_(builder.lshr(v, iconst(4)), iconst(0x0F0F0F0F)) for v in both]
 
 
-def _emit_q8_0(
-    builder: Any, rows: int, vectors: int, x: Any, x_stride: Any, table: Any, table_stride: Any, ahead: Any,
-    groups: Any, steps: Any, w_stride: Any, out: Any, out_stride: Any,
-) -> None:  # fmt: skip
-    _emit_blocks(
-        builder, rows, vectors, x, x_stride, table, ahead, steps, w_stride, out, out_stride, four_bits=False
-    )  # fmt: skip
-
-
-def _emit_q4_1(
-    builder: Any, rows: int, vectors: int, x: Any, x_stride: Any, table: Any, table_stride: Any, ahead: Any,
-    groups: Any, steps: Any, w_stride: Any, out: Any, out_stride: Any,
-) -> None:  # fmt: skip
-    _emit_blocks(
-        builder, rows, vectors, x, x_stride, table, ahead, steps, w_stride, out, out_stride, four_bits=True
-    )  # fmt: skip
-
-
-_int8_cases, _q8_0_cases, _q4_1_cases = (tile_cases(emit) for emit in (_emit_int8, _emit_q8_0, _emit_q4_1))
+_int8_cases, _q8_0_cases, _q4_1_cases = (tile_cases(_emit_blocks(kind)) for kind in ("int8", "q8_0", "q4_1"))
 
 
 def tile_int8(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride):  # type: ignore[no-untyped-def]

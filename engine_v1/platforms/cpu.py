@@ -8,6 +8,7 @@ import torch
 from engine_v1.config import EngineConfig
 from engine_v1.kernels.formats import padded
 from engine_v1.kernels.parallel import parallel_entry
+from engine_v1.models.gguf_checkpoint import is_converted_gguf, read_matrices
 from engine_v1.models.llama import LlamaForCausalLM
 from engine_v1.models.loader import LoadedModel
 from engine_v1.worker.backend import Backend, TorchBackend
@@ -54,8 +55,14 @@ class CpuPlatform:
                 f"{BACKEND_SWITCH}='kernels' but there are none for {type(model).__name__} in {loaded.dtype}; "
                 "unset it to compute through torch"
             )
+        quantization = config.model.quantization
         if wanted == "torch" or not can_use_kernels:
             return TorchBackend.create(loaded, config, num_blocks=num_blocks, device=self.device)
+        if quantization == "gguf" and not is_converted_gguf(loaded.directory):
+            raise ValueError(
+                f"quantization='gguf' computes with a GGUF file's blocks, and {loaded.directory} is none; "
+                "use quantization='int8'"
+            )
         from engine_v1.kernels.decoder import CpuDecoder
         from engine_v1.worker.cpu_backend import CpuBackend
 
@@ -67,6 +74,8 @@ class CpuPlatform:
                 block_size=config.cache.block_size,
                 max_num_tokens=config.scheduler.max_num_batched_tokens,
                 max_model_len=config.scheduler.max_model_len,
+                quantization=quantization,
+                blocks=read_matrices(loaded.directory) if quantization == "gguf" else None,
                 free_weights=True,  # nothing else reads them, and a large model must not be in memory twice
             ),
             config.model.logprobs_mode,

@@ -107,7 +107,16 @@ class TorchBackend:
 
     @classmethod
     def create(cls, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int, device: torch.device) -> Self:
-        """Put a KV cache beside a loaded model."""
+        """Put a KV cache beside a loaded model.
+
+        Raises:
+            ValueError: quantised weights are asked for.
+        """
+        if config.model.quantization is not None:
+            raise ValueError(
+                f"quantization={config.model.quantization!r} needs the CPU kernels, and torch computes this model; "
+                "leave it None, or use a Llama-family model in bfloat16 or float32 with device='cpu'"
+            )
         shape = loaded.model.config
         attention = TorchPagedAttention(
             num_layers=shape.num_hidden_layers,

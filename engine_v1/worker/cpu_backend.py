@@ -68,4 +68,5 @@ class CpuBackend:
 
     def describe(self) -> str:
         """See :class:`Backend`."""
-        return f"{describe()}, {num_threads()} threads ({launch_threads()})"
+        weights = self.decoder.describe_weights()
+        return f"{describe()}, weights in {weights}, {num_threads()} threads ({launch_threads()})"
