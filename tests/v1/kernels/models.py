@@ -80,8 +80,11 @@ def run_whole(decoder, lengths, **options):
     return sequences, np.split(logits, np.cumsum(lengths)[:-1])
 
 
-def reference_logits(model, tokens, *, last=None):
-    """The definition: logits of a sequence's rows, in float64; only the `last` ones (of one layer)."""
+def reference_logits(model, tokens, *, last=None, rounded=lambda rows: rows):
+    """The definition: logits of a sequence's rows, in float64; only the `last` ones (of one layer).
+
+    `rounded` is what happens to rows, or to each head of them, before they are multiplied with a matrix.
+    """
     config, positions = model.config, torch.arange(len(tokens))
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     angles = (positions[:, None].float() * model.inv_freq).double()  # rounded, as checkpoints were trained
@@ -100,7 +103,7 @@ def reference_logits(model, tokens, *, last=None):
     hidden = model.embed.double()[torch.as_tensor(tokens)]
     rows = slice(0 if last is None else len(tokens) - last, None)
     for layer in model.layers:
-        qkv = linear(norm(hidden, layer.input_norm), layer.qkv_weight, layer.qkv_bias)
+        qkv = linear(rounded(norm(hidden, layer.input_norm)), layer.qkv_weight, layer.qkv_bias)
         q, k, v = (t.unflatten(1, (-1, dim)) for t in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], 1))
         if layer.q_norm is not None:
             q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
@@ -110,8 +113,8 @@ def reference_logits(model, tokens, *, last=None):
         distance = positions[rows][:, None] - positions
         hidden_keys = (distance < 0) | (distance >= (layer.sliding_window or len(tokens)))
         weights = scores.masked_fill(hidden_keys, -torch.inf).softmax(-1)
-        attended = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+        attended = rounded(torch.einsum("hqk,khd->qhd", weights, v)).flatten(1)
         hidden = hidden[rows] + linear(attended, layer.o_weight, layer.o_bias)
-        gate, up = linear(norm(hidden, layer.post_norm), layer.gate_up_weight, layer.gate_up_bias).chunk(2, -1)
-        hidden = hidden + linear(torch.nn.functional.silu(gate) * up, layer.down_weight, layer.down_bias)
-    return (norm(hidden, model.norm) @ model.lm_head.double().T).numpy()
+        gate, up = linear(rounded(norm(hidden, layer.post_norm)), layer.gate_up_weight, layer.gate_up_bias).chunk(2, -1)
+        hidden = hidden + linear(rounded(torch.nn.functional.silu(gate) * up), layer.down_weight, layer.down_bias)
+    return linear(rounded(norm(hidden, model.norm)), model.lm_head, None).numpy()
