@@ -10,8 +10,8 @@ from numba import types
 
 from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.kernels import attention, forward, linear, parallel, schedule
-from engine_v1.kernels.formats import TILE_COLUMNS, WeightFormat, float_format, padded
-from engine_v1.kernels.intrinsics import describe_int8
+from engine_v1.kernels.formats import WeightFormat, float_format, padded
+from engine_v1.kernels.intrinsics import TILE_COLUMNS, describe_int8
 from engine_v1.kernels.jit import warmup
 from engine_v1.kernels.packed_weights import DecoderModel, PackedWeights, pack_into, pack_signatures
 from engine_v1.kernels.parallel import num_threads_cached, run_parallel

@@ -9,7 +9,8 @@ import torch
 from numba import prange, types
 
 from engine_v1.kernels import forward
-from engine_v1.kernels.formats import GGUF_FORMATS, INT8, TILE_COLUMNS, WeightFormat, float_format, padded
+from engine_v1.kernels.formats import GGUF_FORMATS, INT8, WeightFormat, float_format, padded
+from engine_v1.kernels.intrinsics import TILE_COLUMNS
 from engine_v1.kernels.jit import jit
 from engine_v1.kernels.parallel import parallel_entry
 from engine_v1.kernels.quantize import ZERO_POINT, quantize_weight

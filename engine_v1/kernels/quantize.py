@@ -46,7 +46,8 @@ def quantize_row(x, at, size, out):  # type: ignore[no-untyped-def]
     zeros = int32_view(out + size + 4 * blocks, 1)
     for block in range(blocks):
         i = block * BLOCK
-        a, b = load(x, at + i), load(x, at + i + 16)
+        a = load(x, at + i)
+        b = load(x, at + i + 16)
         # An infinity less itself is NaN; maximum alone would pass over a NaN.
         marks = where_nan(b - b, splat(1.0), where_nan(a - a, splat(1.0), splat(0.0)))
         top = reduce_max(maximum(absolute(a), absolute(b)))

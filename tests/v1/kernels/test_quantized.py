@@ -162,14 +162,14 @@ def test_weights_are_rounded_to_the_nearest_of_255_steps():
     assert np.allclose(scales, [1 / 127, 0.0, 3 / 127])
 
 
-@pytest.mark.parametrize(("form", "bits"), [(INT8, 8), (Q8_0, 8.5), (Q4_1, 5)])
+@pytest.mark.parametrize("form, bits", [(INT8, 8), (Q8_0, 8.5), (Q4_1, 5)])
 def test_quantised_weights_are_as_small_as_they_should_be(form, bits):
     """A large matrix takes 8 bits a weight, in a GGUF's forms with their scales 8.5 and 5."""
     assert form.size_bytes(1024, 4096) == pytest.approx(1024 * 4096 * bits / 8, rel=2e-3)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "shape", "words"),
+    "kinds, shape, words",
     [
         (("Q4_1", "Q6_K"), SHAPE, "Q6_K"),
         (("Q5_0", "Q8_0"), SHAPE, "Q5_0"),
