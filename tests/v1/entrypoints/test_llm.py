@@ -410,7 +410,7 @@ class TestConstruction:
         [
             ({"max_model_len": 513}, "max_model_len (513) is greater than the 512 positions"),
             ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet by LLM"),
-            ({"quantization": "awq"}, "quantization='awq' is not supported yet by LLM"),
+            ({"quantization": "awq"}, "quantization must be one of 'int8', 'gguf', got 'awq'"),
             ({"speculative_config": {"method": "eagle"}}, "supported methods: ngram"),
             ({"num_gpu_blocks_override": 2}, "num_gpu_blocks_override must be at least 3"),
             ({"kv_cache_memory_bytes": 1}, "the KV cache has 0 blocks"),
