@@ -173,11 +173,17 @@ def bench_vocabulary(decoder: CpuDecoder, bandwidth: ReadBandwidth, repeats: int
         print(f"{rows:4d} {greedy * 1e3:12.2f} {greedy / limit:9.2f} {logits * 1e3:11.2f} {logits / limit:9.2f}")
     logits = np.random.default_rng(0).standard_normal((16, VOCAB)).astype(np.float32) * 3
     print("\n16 rows of logits        ms a row   torch ms a row")
-    for name, top_k, top_p in (("temperature", 0, 1.0), ("top-k 50", 50, 1.0), ("top-p 0.9", 0, 0.9)):
+    cases = (
+        ("temperature", 0, 1.0, 0.0),
+        ("top-k 50", 50, 1.0, 0.0),
+        ("top-p 0.9", 0, 0.9, 0.0),
+        ("min-p", 0, 1.0, 0.1),
+    )
+    for name, top_k, top_p, min_p in cases:
         rows_wanted = SamplingRows(
             temperature=np.ones(16), top_k=np.full(16, top_k, np.int32), top_p=np.full(16, top_p),
-            seed=np.arange(16, dtype=np.uint64), sample_index=np.zeros(16, np.int64), output_index=np.arange(16),
-            mask_index=np.full(16, -1, np.int32),
+            min_p=np.full(16, min_p), seed=np.arange(16, dtype=np.uint64), sample_index=np.zeros(16, np.int64),
+            output_index=np.arange(16), mask_index=np.full(16, -1, np.int32),
         )  # fmt: skip
         ours = seconds(lambda r=rows_wanted: KERNEL_SAMPLER.sample(logits, r), repeats)[0] / 16
         theirs = seconds(lambda r=rows_wanted: Sampler().sample(torch.from_numpy(logits), r), 3)[0] / 16

@@ -4,6 +4,7 @@ import enum
 from typing import Protocol
 
 from engine_v1.core.scheduler_output import TokenLogprobs
+from engine_v1.sample.logits_rules import NO_RULES, LogitsRules
 from engine_v1.sampling_params import SamplingParams
 from engine_v1.structured_output.grammar import Grammar
 
@@ -66,6 +67,7 @@ class Request:
         stop_token_ids: further ids that end it; they become its ``stop_reason``.
         seed: uint64, the seed of its random numbers.
         sample_index: which of the n samples of one prompt this is.
+        logits_rules: how its logits are changed before sampling.
         cache_salt: requests share cached blocks only with those of the same salt.
         prompt: the prompt's text where it was given as text.
         detokenizer: receives every committed token; None for no text.
@@ -84,6 +86,7 @@ class Request:
         stop_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         sample_index: int = 0,
+        logits_rules: LogitsRules = NO_RULES,
         cache_salt: str | None = None,
         prompt: str | None = None,
         detokenizer: Detokenizer | None = None,
@@ -101,6 +104,7 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.seed = seed
         self.sample_index = sample_index
+        self.logits_rules = logits_rules
         self.cache_salt = cache_salt
         self.detokenizer = detokenizer
         self.grammar = grammar

@@ -11,6 +11,8 @@ from engine_v1.structured_output.params import StructuredOutputsParams
 
 # Below this temperature sampling is arg-max, as in vLLM.
 GREEDY_EPS = 1e-5
+# A bias beyond this could make a logit infinite.
+_LARGEST_BIAS = 1e30
 
 
 class RequestOutputKind(Enum):
@@ -24,24 +26,16 @@ class RequestOutputKind(Enum):
 # What is not built yet, with the values that ask for nothing. A feature that gets built leaves this table.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "min_p": (0.0,),
-    "min_tokens": (0,),
     "prompt_logprob_token_ids": (None,),
     "prompt_logprob_start": (None, 0),
     "logprob_token_ids": (None,),
     "flat_logprobs": (False,),
-    "logit_bias": (None, {}),
     "extra_args": (None, {}),
-    "bad_words": (None, []),
     "thinking_token_budget": (None,),
     "repetition_detection": (None,),
     "watermarking": (None,),
     "routed_experts_prompt_start": (None, 0),
     "trace_decode_token_ids": (None, False),
-    "logits_processors": (None, []),
 }
 
 
@@ -58,19 +52,19 @@ class SamplingParams:
     """
 
     n: int = 1  # outputs per prompt
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # taken once from the logit of a token that is in the output
+    frequency_penalty: float = 0.0  # taken from it for each time it is
+    repetition_penalty: float = 1.0  # divides the logit of a token of prompt or output, or multiplies a negative one
     temperature: float = 1.0  # below 1e-5: greedy, and top_p, top_k, min_p are reset
     top_p: float = 1.0
     top_k: int = 0  # 0 (or -1): all tokens
-    min_p: float = 0.0
+    min_p: float = 0.0  # keep tokens at least this likely, the likeliest being 1
     seed: int | None = None  # None (or -1): derived from the engine's seed and the request's arrival number
     stop: str | list[str] | None = None  # strings that end the output; a list after construction
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: as far as the model's length and the KV cache go
-    min_tokens: int = 0
+    min_tokens: int = 0  # no EOS or stop id is chosen before that many
     logprobs: int | None = None  # log probabilities of the chosen token and of this many best ones; -1: of all
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
     prompt_logprob_token_ids: list[int] | None = None
@@ -88,16 +82,19 @@ class SamplingParams:
     skip_clone: bool = False  # vLLM's permission not to copy these parameters; they are copied all the same
     # The form of the output; a dictionary is one of StructuredOutputsParams' fields, and becomes that.
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, float] | None = None  # token id -> what is added to its logit
     allowed_token_ids: list[int] | None = None  # nothing else may be chosen
     extra_args: dict[str, Any] | None = None
-    bad_words: list[str] | None = None
-    skip_reading_prefix_cache: bool | None = None  # None: True with prompt_logprobs, whose positions must be computed
+    bad_words: list[str] | None = None  # texts whose last token is not chosen after the others
+    # Compute the whole prompt; None: True with prompt_logprobs, whose positions must be computed.
+    skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
     watermarking: Any = None
     routed_experts_prompt_start: int | None = 0
     trace_decode_token_ids: Any = None
+    # Pure functions of (output token ids, row of logits), or with the prompt's ids before these, to a row; called at
+    # every position that is verified, drafts counting as output.
     logits_processors: Sequence[Callable[..., Any]] | None = None
 
     def __new__(cls, **given: Any) -> Self:
@@ -128,7 +125,7 @@ class SamplingParams:
 
     def clone(self) -> "SamplingParams":
         """Return an independent copy, checked anew (fields may have been assigned since these were made)."""
-        copies: dict[str, Any] = {name: list(v) for name, v in vars(self).items() if isinstance(v, list)}
+        copies: dict[str, Any] = {n: v.copy() for n, v in vars(self).items() if isinstance(v, list | dict)}
         return replace(self, **copies)
 
     def _normalise(self) -> None:
@@ -137,6 +134,8 @@ class SamplingParams:
         self.stop_token_ids = list(self.stop_token_ids or ())
         if self.structured_outputs is not None:
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
+        if isinstance(self.bad_words, str):
+            raise ValueError(f"bad_words must be a list of strings, got {self.bad_words!r}.")
         if self.seed == -1:
             self.seed = None
         if self.top_k == -1:
@@ -212,6 +211,22 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids is not None and empty!")
             for token_id in self.allowed_token_ids:
                 check_int("allowed_token_ids", token_id, 0)
+        for token_id, bias in (self.logit_bias or {}).items():
+            check_int("logit_bias: a token id", token_id, 0)
+            check_float("logit_bias", bias, f"[-{_LARGEST_BIAS:g}, {_LARGEST_BIAS:g}]", -_LARGEST_BIAS, _LARGEST_BIAS)
+        for word in self.bad_words or ():
+            if not isinstance(word, str):
+                raise ValueError(f"bad_words must be a list of strings, got {self.bad_words!r}.")
+            if not word:
+                raise ValueError("bad_words cannot contain an empty string.")
+            if not word.strip():
+                raise ValueError(
+                    f"bad_words: {word!r} is only whitespace, which is no word; "
+                    "leave its token ids out of allowed_token_ids, or lower them with logit_bias."
+                )
+        for processor in self.logits_processors or ():
+            if not callable(processor):
+                raise ValueError(f"logits_processors must be functions, got {processor!r}.")
 
 
 def _check_logprobs(name: str, value: object) -> None:

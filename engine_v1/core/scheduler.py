@@ -225,6 +225,7 @@ class Scheduler:
                 request.num_prompt_tokens,
                 request.seed,
                 request.sample_index,
+                request.logits_rules,
             )
         )
 

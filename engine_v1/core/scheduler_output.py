@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engine_v1.sample.logits_rules import NO_RULES, LogitsRules
 from engine_v1.sampling_params import SamplingParams
 
 
@@ -17,6 +18,7 @@ class NewRequestData(NamedTuple):
     num_prompt_tokens: int
     seed: int  # uint64
     sample_index: int
+    logits_rules: LogitsRules = NO_RULES
 
 
 @dataclass(slots=True)

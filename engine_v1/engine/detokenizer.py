@@ -24,7 +24,8 @@ class IncrementalDetokenizer:
 
     A match of a stop string cuts the text at its start, or at its end with `include_stop_str_in_output`.
     Matches are looked for after every token and only where it added something; of several the one that starts
-    first wins, and of those the one that ends first. The prompt is never searched.
+    first wins, and of those the one that ends first. The prompt is never searched, and no match ends within the
+    first `min_tokens` tokens.
 
     Args:
         tokenizer: decodes token ids.
@@ -47,6 +48,8 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = params.skip_special_tokens
         self._hidden_ids = special_token_ids if params.skip_special_tokens else frozenset()
         self._stop_strings = params.stop_strings
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
         self._include_stop = params.include_stop_str_in_output
         # Text that may still turn out to be the start of a stop string is not streamed.
         longest = max(map(len, self._stop_strings), default=1)
@@ -60,6 +63,7 @@ class IncrementalDetokenizer:
 
     def append(self, token_id: int) -> str | None:
         """Add a token; return the stop string its text completes, if any, after cutting the text there."""
+        self._num_tokens += 1
         if token_id in self._hidden_ids or self._tokenizer.id_to_token(token_id) is None:
             return None  # no text, and no neighbour to others
         self._open.append(token_id)
@@ -67,7 +71,9 @@ class IncrementalDetokenizer:
         if not new_text:
             return None
         self.text += new_text
-        return self._cut_at_stop_string(len(new_text)) if self._stop_strings else None
+        if not self._stop_strings or self._num_tokens <= self._min_tokens:
+            return None
+        return self._cut_at_stop_string(len(new_text))
 
     def delta(self, *, finished: bool) -> str:
         """Return the text not streamed yet; a possible start of a stop string waits until the request has finished."""

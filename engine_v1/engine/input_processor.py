@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from engine_v1.config import UnknownOptionError, check_int, check_name, refuse_unless_neutral, reject_unknown_options
 from engine_v1.engine.detokenizer import IncrementalDetokenizer
 from engine_v1.request import Request
+from engine_v1.sample.logits_rules import LogitsRules
 from engine_v1.sample.rng import derive_seed
 from engine_v1.sampling_params import SamplingParams
 from engine_v1.structured_output.compiler import GrammarCompiler
@@ -72,7 +73,7 @@ def eos_ids(generation_config: Mapping[str, Any], tokenizer_eos: int | None) -> 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
     """Return the sampling parameters a model's generation_config.json recommends, vLLM's defaults elsewhere.
 
-    A recommendation that needs something not built yet is left out with a warning.
+    A recommendation out of bounds is left out with a warning.
     """
     params = SamplingParams()
     for key, name in _DEFAULT_PARAM_KEYS.items():
@@ -207,6 +208,7 @@ class InputProcessor:
             eos_token_id=None if params.ignore_eos else self._token_ids.eos_token_id,
             stop_token_ids=stop_token_ids,
             seed=seed,
+            logits_rules=self._logits_rules(params),
             cache_salt=cache_salt,
             prompt=text,
             detokenizer=detokenizer,
@@ -275,7 +277,7 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams) -> None:
         """Check what parameters ask of this model."""
         vocab_size = self._token_ids.vocab_size
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 if token_id >= vocab_size:
                     raise ValueError(
@@ -284,6 +286,31 @@ class InputProcessor:
         self._resolve_logprobs(params)
         if params.stop_strings and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids, or load the model with one.")
+        if params.bad_words and self._tokenizer is None:
+            raise ValueError("bad_words need a tokenizer; use allowed_token_ids or logit_bias, or load one.")
+
+    def _logits_rules(self, params: SamplingParams) -> LogitsRules:
+        """Resolve what parameters ask of logits to token ids."""
+        ids = self._token_ids
+        words = bad_word_token_ids(self._tokenizer, params.bad_words) if params.bad_words and self._tokenizer else ()
+        for word in words:
+            if max(word) >= ids.vocab_size:
+                raise ValueError(
+                    f"bad_words: token id {max(word)} of one is outside the vocabulary; "
+                    f"the model's ids go from 0 to {ids.vocab_size - 1}."
+                )
+        # EOS ids are banned with ignore_eos too: min_tokens says when they may be generated, not what they do.
+        ends = {*(params.stop_token_ids or ()), *ids.extra_eos_token_ids, ids.eos_token_id}
+        return LogitsRules(
+            bad_words=words,
+            min_tokens=params.min_tokens,
+            stop_token_ids=tuple(sorted(i for i in ends if i is not None and i < ids.vocab_size)),
+            logit_bias=dict(params.logit_bias or {}),
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logits_processors=tuple(params.logits_processors or ()),
+        )
 
     def _resolve_logprobs(self, params: SamplingParams) -> None:
         """Bring the numbers of log probabilities to what is computed: -1 to the vocabulary's size, say."""
@@ -323,6 +350,25 @@ def _grammar_compiler(tokenizer: Tokenizer, token_ids: TokenIds) -> GrammarCompi
         special_token_ids=token_ids.special_token_ids,
         eos_token_ids=[*first, *sorted(token_ids.extra_eos_token_ids)],
     )
+
+
+def bad_word_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences that spell words, at the start of a text and behind a space.
+
+    The second is left out where the space becomes a token of its own: what follows it is then the first again. So does
+    vLLM, whose outputs these rules should reproduce.
+    """
+    sequences: list[tuple[int, ...]] = []
+    for word in words:
+        plain, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False).ids) for space in ("", " ")
+        )
+        if not plain:
+            raise ValueError(f"bad_words: the tokenizer makes no token of {word!r}; leave it out.")
+        sequences.append(plain)
+        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+            sequences.append(spaced)
+    return tuple(sequences)
 
 
 def list_prompts(prompts: Any) -> list[Prompt]:

@@ -480,3 +480,56 @@ def _view_type(element: Any, *, matrix: bool) -> Any:
 bf16_view, float_view = _view_type(types.uint16, matrix=False), _view_type(types.float32, matrix=False)
 int32_view, int64_view = _view_type(types.int32, matrix=False), _view_type(types.int64, matrix=False)
 int32_matrix, int64_matrix = _view_type(types.int32, matrix=True), _view_type(types.int64, matrix=True)
+int8_view, double_view = _view_type(types.int8, matrix=False), _view_type(types.float64, matrix=False)
+
+
+# -- floats in order -------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def order_key(typingctx: Any, value: Any) -> Any:
+    """Return an integer per float32 that orders as they do: neighbouring floats have neighbouring keys."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], I32)
+        flipped = builder.xor(bits, ir.Constant(I32, 0x7FFFFFFF))
+        return builder.sext(builder.select(builder.icmp_signed("<", bits, ir.Constant(I32, 0)), flipped, bits), I64)
+
+    return types.int64(types.float32), codegen
+
+
+@intrinsic
+def order_value(typingctx: Any, key: Any) -> Any:
+    """Return the float32 whose :func:`order_key` this is."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        bits = builder.trunc(args[0], I32)
+        flipped = builder.xor(bits, ir.Constant(I32, 0x7FFFFFFF))
+        bits = builder.select(builder.icmp_signed("<", bits, ir.Constant(I32, 0)), flipped, bits)
+        return builder.bitcast(bits, F32)
+
+    return types.float32(types.int64), codegen
+
+
+@intrinsic
+def any_in_range(typingctx: Any, a: Any, low: Any, high: Any) -> Any:
+    """Tell whether any lane of a lies in [low, high) of the same lane."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        below = builder.fcmp_ordered("<", args[0], args[2])
+        inside = builder.and_(builder.fcmp_ordered(">=", args[0], args[1]), below)
+        mask = ir.IntType(LANES)
+        return builder.icmp_unsigned("!=", builder.bitcast(inside, mask), ir.Constant(mask, 0))
+
+    return types.boolean(vec, vec, vec), codegen
+
+
+@intrinsic
+def reduce_add_double(typingctx: Any, a: Any) -> Any:
+    """Sum of the lanes in float64, always in the same order."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        wide = builder.fpext(args[0], ir.VectorType(ir.DoubleType(), LANES))
+        return _reduce(builder, wide, lambda b, x, y: b.fadd(x, y))
+
+    return types.float64(vec), codegen

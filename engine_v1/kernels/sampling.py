@@ -1,177 +1,346 @@
-"""Sampling from single rows of logits, in a fixed order of operations and without sorting them.
+"""Tokens from rows of logits: masks, rules, temperature, cuts and the draw, each row by itself, in a fixed order.
 
-Logits are compared as unsigned keys in the same order (the bits of a float32, flipped so that they ascend). A count or
-sum over the upper sixteen bits of the keys finds the bin in which a bound lies, one over the lower sixteen the bound
-itself: two passes over the vocabulary, exact, whatever the distribution.
+Nothing sorts the vocabulary. The k-th largest logit, and the weight above which the likeliest tokens hold top_p, are
+found by looking at ever lower levels below the maximum until one must contain the bound, and halving that level until
+the bound is left. What comes out for a row depends on its logits and parameters alone.
 """
 
+import math
+from collections.abc import Callable
+
 import numpy as np
-from numba import prange, types
-from numba.np.ufunc.parallel import get_thread_id
+from numba import types
 
-from engine_v1.kernels.jit import jit
+from engine_v1.kernels import parallel
+from engine_v1.kernels.elementwise import LOG2_E, exp2
+from engine_v1.kernels.intrinsics import (
+    LANES,
+    any_in_range,
+    double_view,
+    float_view,
+    int8_view,
+    int32_view,
+    int64_view,
+    load,
+    maximum,
+    order_key,
+    order_value,
+    reduce_add,
+    reduce_add_double,
+    reduce_max,
+    splat,
+    store,
+    where_greater,
+    where_nan,
+)
+from engine_v1.kernels.jit import kernel_part, native_function
+from engine_v1.kernels.logits_rules import apply_mask, apply_rules
+from engine_v1.kernels.schedule import claim, finish
 
-BINS = 1 << 16  # of sixteen bits of a key
+# Tokens per remembered sum of the cumulative distribution.
+CDF_BLOCK = 256
+# So many values are not gathered one by one but looked at in whole rows, sixteen at a time.
+MANY = 2048
+OK, NOT_FINITE, NO_TOKEN = 0, 1, 2  # of RowStatus
+# What the values above a bound come to: how many they are, or their sum.
+COUNT, SUM = True, False
+
+# Addresses and numbers that the kernel gets, in this order; the rules' arrays follow as FlatRules lists them.
+(
+    SYNC, NUM_ROWS, VOCAB, LOGITS, LOGITS_STRIDE, VALUES, CANDIDATES, COUNTS, WIDTH, SUMS, NUM_SUMS, MASKS, MASK_WORDS,
+    MASK_INDEX, TEMPERATURE, MIN_P, TOP_K, TOP_P, NUMBERS, TOKEN_IDS, STATUS, TABLE_ROWS, TABLE, TABLE_COLUMNS,
+    NUM_TOKENS, NUM_PROMPT_TOKENS, RULES,
+) = range(27)  # fmt: skip
 
 
-@jit(cache=False)
-def _key(value):  # type: ignore[no-untyped-def]
-    """Return a float32's uint32 key: a < b exactly when key(a) < key(b)."""
-    bits = np.float32(value).view(np.uint32)
-    if bits == np.uint32(0x80000000):  # -0.0 equals 0.0
-        bits = np.uint32(0)
-    if bits & np.uint32(0x80000000):
-        return np.uint32(~bits)
-    return np.uint32(bits | np.uint32(0x80000000))
+@kernel_part
+def copy_row(logits, size, out):  # type: ignore[no-untyped-def]
+    """Copy a row to whole vectors, the end filled with minus infinity; return its maximum, NaN if it holds one."""
+    largest = splat(-math.inf)
+    marks = splat(0.0)
+    full = size // LANES * LANES
+    for i in range(0, full, LANES):
+        v = load(logits, i)
+        store(out, i, v)
+        largest = maximum(v, largest)
+        marks = where_nan(v, v, marks)
+    if full < size:
+        store(out, full, splat(-math.inf))
+        for i in range(full, size):
+            out[i] = logits[i]
+        v = load(out, full)
+        largest = maximum(v, largest)
+        marks = where_nan(v, v, marks)
+    marked = reduce_add(marks)
+    return marked if np.isnan(marked) else reduce_max(largest)
 
 
-@jit(cache=False)
-def _kth_largest(logits, k, bins):  # type: ignore[no-untyped-def]
-    """Return the key of the k-th largest logit."""
-    bins[:] = 0.0
-    for i in range(logits.shape[0]):
-        bins[_key(logits[i]) >> 16] += 1.0
-    seen = 0.0
-    high = BINS - 1
-    while seen + bins[high] < k:
-        seen += bins[high]
-        high -= 1
-    bins[:] = 0.0
-    for i in range(logits.shape[0]):
-        key = _key(logits[i])
-        if key >> 16 == high:
-            bins[key & np.uint32(0xFFFF)] += 1.0
-    low = BINS - 1
-    while seen + bins[low] < k:
-        seen += bins[low]
-        low -= 1
-    return np.uint32((high << 16) | low)
+@kernel_part
+def largest_of(values, width):  # type: ignore[no-untyped-def]
+    """Return the largest of values without NaN."""
+    largest = splat(-math.inf)
+    for i in range(0, width, LANES):
+        largest = maximum(load(values, i), largest)
+    return reduce_max(largest)
 
 
-@jit(cache=False)
-def _top_p_bound(logits, weights, needed, bins):  # type: ignore[no-untyped-def]
-    """Return the key of the smallest logit to keep: the largest bound above which the weights sum to `needed`."""
-    bins[:] = 0.0
-    for i in range(logits.shape[0]):
-        bins[_key(logits[i]) >> 16] += weights[i]
+@kernel_part
+def first_equal(values, value):  # type: ignore[no-untyped-def]
+    """Return the lowest index of a finite value, the largest there is."""
+    i = 0
+    low, high = splat(value), splat(math.inf)
+    while not any_in_range(load(values, i), low, high):
+        i += LANES
+    while values[i] != value:
+        i += 1
+    return i
+
+
+@kernel_part
+def gather(values, width, low, high, out):  # type: ignore[no-untyped-def]
+    """Write the values in [low, high), in their order; return how many, MANY where they are too many to write."""
+    count = 0
+    bound, limit = splat(low), splat(high)
+    for i in range(0, width, LANES):
+        if any_in_range(load(values, i), bound, limit):
+            if count + LANES >= MANY:
+                return MANY
+            for j in range(i, i + LANES):
+                value = values[j]
+                out[count] = value
+                count += 1 if low <= value < high else 0
+    return count
+
+
+@kernel_part
+def measure(values, width, bound, counting):  # type: ignore[no-untyped-def]
+    """Return how many values of a row are at least `bound`, or their sum."""
+    b, zero, one = splat(bound), splat(0.0), splat(1.0)
     total = 0.0
-    high = BINS - 1
-    while high > 0 and total + bins[high] < needed:
-        total += bins[high]
-        high -= 1
-    bins[:] = 0.0
-    for i in range(logits.shape[0]):
-        key = _key(logits[i])
-        if key >> 16 == high:
-            bins[key & np.uint32(0xFFFF)] += weights[i]
-    low = BINS - 1
-    while low > 0 and total + bins[low] < needed:
-        total += bins[low]
-        low -= 1
-    return np.uint32((high << 16) | low)
+    if counting:
+        number = splat(0.0)
+        for i in range(0, width, LANES):
+            number = number + where_greater(b, load(values, i), zero, one)
+        return np.float64(reduce_add(number))
+    for i in range(0, width, LANES):
+        v = load(values, i)
+        total += reduce_add_double(where_greater(b, v, zero, v))
+    return total
 
 
-@jit(cache=False)
-def _argmax(logits):  # type: ignore[no-untyped-def]
-    """Return the lowest index of the largest value, and that value; NaN where any is."""
-    best = logits[0]
-    index = 0
-    for i in range(logits.shape[0]):
-        value = logits[i]
-        if np.isnan(value):
-            return i, value
-        if value > best:
-            best = value
-            index = i
-    return index, best
+@kernel_part
+def sum_at_least(values, count, bound):  # type: ignore[no-untyped-def]
+    """Sum those of `count` values that are at least `bound`, in float64 and always in one order."""
+    a = b = c = d = 0.0
+    whole = count // 4 * 4
+    for i in range(0, whole, 4):
+        a += values[i] if values[i] >= bound else 0.0
+        b += values[i + 1] if values[i + 1] >= bound else 0.0
+        c += values[i + 2] if values[i + 2] >= bound else 0.0
+        d += values[i + 3] if values[i + 3] >= bound else 0.0
+    for i in range(whole, count):
+        a += values[i] if values[i] >= bound else 0.0
+    return (a + b) + (c + d)
 
 
-@jit(cache=False)
-def _draw(logits, best, temperature, top_k, top_p, number, weights, bins):  # type: ignore[no-untyped-def]
-    """Return the token at `number` of the inverse CDF over the kept tokens, in the order of their ids."""
-    size = logits.shape[0]
-    bound = np.uint32(0)
-    if 0 < top_k < size:
-        bound = _kth_largest(logits, top_k, bins)
+@kernel_part
+def count_at_least(values, count, bound):  # type: ignore[no-untyped-def]
+    """Count those of `count` values that are at least `bound`."""
+    total = 0
+    for i in range(count):
+        total += 1 if values[i] >= bound else 0
+    return np.float64(total)
+
+
+@kernel_part
+def keep_side(values, count, pivot, upper):  # type: ignore[no-untyped-def]
+    """Move the values on one side of a pivot (at least it, or below it) to the front; return how many."""
+    kept = 0
+    for i in range(count):
+        value = values[i]
+        values[kept] = value
+        kept += 1 if (value >= pivot) == upper else 0
+    return kept
+
+
+@kernel_part
+def narrow(candidates, count, first, last, above, needed, counting):  # type: ignore[no-untyped-def]
+    """Return the largest key in [first, last] that comes to `needed`, else first; `above` is what lies beyond last."""
+    while first < last:
+        middle = (first + last + 1) >> 1
+        pivot = order_value(middle)
+        part = count_at_least(candidates, count, pivot) if counting else sum_at_least(candidates, count, pivot)
+        reached = above + part >= needed
+        if reached:
+            first = middle
+        else:
+            last = middle - 1
+            above += part
+        count = keep_side(candidates, count, pivot, reached)
+    return first
+
+
+@kernel_part
+def bound_within(values, width, low, high, above, needed, counting, candidates):  # type: ignore[no-untyped-def]
+    """Return the largest value t in [low, high) for which the values of at least t come to `needed`; else low.
+
+    They come to their number where `counting`, else to their sum; `above` is what those of at least high come to.
+    """
+    first, last = order_key(low), order_key(high) - 1
+    count = gather(values, width, low, high, candidates)
+    while count == MANY and first < last:  # halve the range, over the whole row, until few are left in it
+        middle = (first + last + 1) >> 1
+        reach = measure(values, width, order_value(middle), counting)
+        if reach >= needed:
+            first = middle
+        else:
+            last = middle - 1
+            above = reach
+        count = gather(values, width, order_value(first), order_value(last + 1), candidates)
+    return order_value(narrow(candidates, count, first, last, above, needed, counting))
+
+
+@kernel_part
+def kth_largest(values, width, largest, k, candidates):  # type: ignore[no-untyped-def]
+    """Return the k-th largest value; `largest` is the first."""
+    above = 0.0
+    high = np.float32(math.inf)
+    depth = 0.5
+    while True:
+        is_last = depth > 4096.0
+        low = np.float32(-math.inf) if is_last else np.float32(largest - depth)
+        reach = measure(values, width, low, COUNT)
+        if reach >= k or is_last:
+            return bound_within(values, width, low, high, above, np.float64(k), COUNT, candidates)
+        above = reach
+        high = low
+        depth *= 2.0
+
+
+@kernel_part
+def nucleus_bound(weights, width, needed, candidates):  # type: ignore[no-untyped-def]
+    """Return the largest t such that the weights of at least t come to `needed`; weights lie in [0, 1]."""
+    above = 0.0
+    high = np.float32(2.0)
+    power = 2
+    while True:
+        low = np.float32(2.0**-power)
+        count = gather(weights, width, low, high, candidates)
+        few = count < MANY
+        reach = above + sum_at_least(candidates, count, low) if few else measure(weights, width, low, SUM)
+        if reach >= needed or power == 126:  # exp2 gives nothing below 2**-126 but 0
+            return bound_within(weights, width, low, high, above, needed, SUM, candidates)
+        above = reach
+        high = low
+        power = power + 2 if power < 16 else min(2 * power, 126)
+
+
+@kernel_part
+def to_weights(values, width, largest, factor, bound, smallest):  # type: ignore[no-untyped-def]
+    """Replace logits by 2**((logit - largest) * factor), 0 below `bound` or if that is below `smallest`; sum them."""
     total = 0.0
-    for i in range(size):
-        weight = 0.0
-        if _key(logits[i]) >= bound:
-            weight = np.exp((np.float64(logits[i]) - best) / temperature)
-        weights[i] = weight
-        total += weight
-    if top_p < 1.0:
-        bound = max(bound, _top_p_bound(logits, weights, top_p * total, bins))
-        total = 0.0
-        for i in range(size):
-            if _key(logits[i]) < bound:
-                weights[i] = 0.0
-            total += weights[i]
+    top, f, b, s, zero = splat(largest), splat(factor), splat(bound), splat(smallest), splat(0.0)
+    for i in range(0, width, LANES):
+        v = load(values, i)
+        w = exp2((v - top) * f)
+        w = where_greater(s, w, zero, where_greater(b, v, zero, w))
+        store(values, i, w)
+        total += reduce_add_double(w)
+    return total
+
+
+@kernel_part
+def draw(weights, width, keep, number, sums):  # type: ignore[no-untyped-def]
+    """Return the first token whose cumulative weight exceeds `number` of the total, of weights at least `keep`."""
+    blocks = (width + CDF_BLOCK - 1) // CDF_BLOCK
+    total = 0.0
+    bound, zero = splat(keep), splat(0.0)
+    for block in range(blocks):
+        part = 0.0
+        for i in range(block * CDF_BLOCK, min(width, (block + 1) * CDF_BLOCK), LANES):
+            w = load(weights, i)
+            w = where_greater(bound, w, zero, w)
+            store(weights, i, w)
+            part += reduce_add_double(w)
+        sums[block] = part
+        total += part
     target = number * total
     reached = 0.0
-    last = 0
-    for i in range(size):
-        if weights[i] > 0.0:
-            reached += weights[i]
-            last = i
-            if reached > target:
-                return i
+    block = 0
+    while block < blocks - 1 and reached + sums[block] <= target:
+        reached += sums[block]
+        block += 1
+    for i in range(block * CDF_BLOCK, width):
+        reached += weights[i]
+        if reached > target and weights[i] > 0.0:
+            return i
+    last = width - 1  # rounding left no token beyond the number
+    while weights[last] == 0.0:
+        last -= 1
     return last
 
 
-@jit(cache=False)
-def _copy_masked(logits, mask, out):  # type: ignore[no-untyped-def]
-    """Copy a row, with minus infinity where the mask has no bit."""
-    for i in range(logits.shape[0]):
-        out[i] = logits[i] if (mask[i >> 5] >> np.uint32(i & 31)) & np.uint32(1) else np.float32(-np.inf)
+@kernel_part
+def sample_row(values, vocab, largest, temperature, min_p, top_k, top_p, number, candidates, sums):  # type: ignore[no-untyped-def]
+    """Return the token of a row of processed logits, which are overwritten."""
+    if temperature <= 0.0:
+        return first_equal(values, largest)
+    width = (vocab + LANES - 1) // LANES * LANES
+    bound = np.float32(-math.inf)
+    if 0 < top_k < vocab:
+        bound = kth_largest(values, width, largest, top_k, candidates)
+    total = to_weights(values, width, largest, LOG2_E / temperature, bound, np.float32(min_p))
+    keep = np.float32(0.0)
+    if top_p < 1.0:
+        keep = nucleus_bound(values, width, top_p * total, candidates)
+    return draw(values, width, keep, number, sums)
 
 
-@jit(parallel=True)
-def sample_rows(  # type: ignore[no-untyped-def]
-    logits, masks, mask_index, temperature, top_k, top_p, numbers, values, weights, bins, token_ids, status
-):
-    """Draw a token for each row, the arg-max where the temperature is 0.
-
-    Args:
-        logits: float32[num_rows, vocab_size].
-        masks: uint32[num_masks, words].
-        mask_index: int32[num_rows], -1 for none.
-        temperature: float64[num_rows].
-        top_k: int32[num_rows], 0 for all.
-        top_p: float64[num_rows].
-        numbers: float64[num_rows], one uniform number each.
-        values: float32[threads, vocab_size], scratch.
-        weights: float64[threads, vocab_size], scratch.
-        bins: float64[threads, BINS], scratch.
-        token_ids: int64[num_rows], written.
-        status: int8[num_rows], written: 0, or 1 where the largest logit is not finite, 2 where the mask leaves none.
-    """
-    for row in prange(logits.shape[0]):
-        thread = get_thread_id()
-        row_values = values[thread]
-        index, best = _argmax(logits[row])
-        status[row] = 0 if np.isfinite(best) else 1
-        if mask_index[row] >= 0:
-            _copy_masked(logits[row], masks[mask_index[row]], row_values)
-            if status[row] == 0:
-                index, best = _argmax(row_values)
-                status[row] = 0 if np.isfinite(best) else 2
-        else:
-            row_values = logits[row]
-        if temperature[row] > 0.0 and status[row] == 0:
-            index = _draw(
-                row_values, np.float64(best), temperature[row], top_k[row], top_p[row], numbers[row],
-                weights[thread], bins[thread],
+def sample_entry(thread, threads, arguments):  # type: ignore[no-untyped-def]
+    """Sample rows; :meth:`engine_v1.sample.kernel_sampler.KernelSampler.sample` describes it."""
+    a = int64_view(arguments, 1)
+    sync, vocab, width = int64_view(a[SYNC], 1), a[VOCAB], a[WIDTH]
+    values = float_view(a[VALUES] + thread * width * 4, 1)
+    candidates = float_view(a[CANDIDATES] + thread * MANY * 4, 1)
+    counts = int32_view(a[COUNTS] + thread * width * 4, 1)
+    sums = double_view(a[SUMS] + thread * a[NUM_SUMS] * 8, 1)
+    mask_index, table_rows = int32_view(a[MASK_INDEX], 1), int32_view(a[TABLE_ROWS], 1)
+    num_tokens, num_prompt = int64_view(a[NUM_TOKENS], 1), int64_view(a[NUM_PROMPT_TOKENS], 1)
+    temperature, min_p, top_p = double_view(a[TEMPERATURE], 1), double_view(a[MIN_P], 1), double_view(a[TOP_P], 1)
+    top_k, numbers = int32_view(a[TOP_K], 1), double_view(a[NUMBERS], 1)
+    token_ids, status = int64_view(a[TOKEN_IDS], 1), int8_view(a[STATUS], 1)
+    done = 0
+    row, count = claim(sync, threads, 0, thread, a[NUM_ROWS], 1)
+    while count > 0:
+        largest = copy_row(float_view(a[LOGITS] + row * a[LOGITS_STRIDE], 1), vocab, values)
+        state = OK if abs(largest) < math.inf else NOT_FINITE
+        masked = mask_index[row] >= 0
+        ruled = a[TABLE_ROWS] != 0 and table_rows[row] >= 0
+        if state == OK and (masked or ruled):
+            if masked:
+                apply_mask(values, vocab, int32_view(a[MASKS] + mask_index[row] * a[MASK_WORDS] * 4, 1))
+            if ruled:
+                table_row = np.int64(table_rows[row])
+                history = int32_view(a[TABLE] + table_row * a[TABLE_COLUMNS] * 4, 1)
+                apply_rules(values, a, RULES, table_row, history, num_tokens[row], num_prompt[row], counts)
+            largest = largest_of(values, (vocab + LANES - 1) // LANES * LANES)
+            state = OK if abs(largest) < math.inf else (NO_TOKEN if largest < 0.0 else NOT_FINITE)
+        token_ids[row] = 0
+        if state == OK:
+            token_ids[row] = sample_row(
+                values, vocab, largest, temperature[row], min_p[row], np.int64(top_k[row]), top_p[row], numbers[row],
+                candidates, sums,
             )  # fmt: skip
-        token_ids[row] = index
+        status[row] = state
+        done += 1
+        row, count = claim(sync, threads, 0, thread, a[NUM_ROWS], 1)
+    finish(sync, threads, 0, done, a[NUM_ROWS])
 
 
-def _array(dtype: types.Type, ndim: int) -> types.Array:
-    return types.Array(dtype, ndim, "C")
+_SIGNATURE = types.void(types.int64, types.int64, types.int64)
 
 
-f32, f64, i32, i64 = types.float32, types.float64, types.int32, types.int64
-SAMPLE_ROWS = (
-    types.Array(f32, 2, "A"), _array(types.uint32, 2), _array(i32, 1), _array(f64, 1), _array(i32, 1), _array(f64, 1),
-    _array(f64, 1), types.Array(f32, 2, "A"), _array(f64, 2), _array(f64, 2), _array(i64, 1), _array(types.int8, 1),
-)  # fmt: skip
+def warm_up(*, progress: Callable[[str], None] | None = None) -> int:
+    """Compile the kernel, or load it from disk; return its address."""
+    parallel.warm_up(progress=progress)
+    return native_function(sample_entry, _SIGNATURE, progress=progress)

@@ -1,12 +1,14 @@
 """Turns logits into tokens, each row by itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine_v1.sample.logits_processors import LogitsProcessorError, apply_rules, run_logits_processors
+from engine_v1.sample.logits_rules import RowRules
 from engine_v1.sample.rng import uniforms
 from engine_v1.sample.token_masks import allowed_tokens
 
@@ -19,6 +21,7 @@ class RowStatus(IntEnum):
     OK = 0
     NOT_FINITE = 1  # the largest logit is NaN or infinite
     NO_TOKEN = 2  # there were logits, but no token may be chosen
+    FAILED = 3  # a logits processor of the request's own failed
 
 
 @dataclass(slots=True)
@@ -28,16 +31,19 @@ class SamplingRows:
     temperature: npt.NDArray[np.float64]  # 0 is greedy
     top_k: npt.NDArray[np.int32]  # 0 keeps all
     top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float64]  # 0 keeps all
     seed: npt.NDArray[np.uint64]
     sample_index: npt.NDArray[np.int64]
     output_index: npt.NDArray[np.int64]  # the output token that the row decides
     mask_index: npt.NDArray[np.int32]  # which of the masks applies, -1: none
     masks: npt.NDArray[np.uint32] | None = None  # [num_masks, words]; see sample/token_masks.py
+    rules: RowRules | None = None  # None where no row has any
+    failures: dict[int, str] = field(default_factory=dict)  # written by the sampler: why a row is FAILED
 
     @property
     def plain_greedy(self) -> bool:
         """Whether every row is the arg-max of the logits as they are."""
-        return self.masks is None and not self.temperature.any()
+        return self.masks is None and self.rules is None and not self.temperature.any()
 
 
 class Sampler:
@@ -60,15 +66,20 @@ class Sampler:
             int64[num_rows] tokens, and int8[num_rows]: each row's :class:`RowStatus`; where it is not OK the token
             means nothing.
         """
-        processed = _apply_masks(logits, rows)
+        custom, failed = run_custom_processors(logits, rows)
+        processed = _apply_rules(_apply_masks(custom, rows), rows)
         tokens = processed.max(dim=-1).indices
-        status = _statuses(logits, processed)
+        status = _statuses(custom, processed)
+        for row, state in failed.items():
+            status[row] = state
         token_ids: npt.NDArray[np.int64] = tokens.cpu().numpy().astype(np.int64)
         drawn = np.flatnonzero((rows.temperature > 0) & (status == RowStatus.OK))
         if drawn.size:
             numbers = uniforms(rows.seed[drawn], rows.sample_index[drawn], rows.output_index[drawn])
             for i, number in zip(drawn, numbers, strict=True):
-                token_ids[i] = draw(processed[i], rows.temperature[i], int(rows.top_k[i]), rows.top_p[i], number)
+                token_ids[i] = draw(
+                    processed[i], rows.temperature[i], int(rows.top_k[i]), rows.top_p[i], rows.min_p[i], number
+                )
         return token_ids, status
 
 
@@ -81,6 +92,47 @@ def _apply_masks(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         allowed = torch.from_numpy(allowed_tokens(rows.masks[rows.mask_index[i]], logits.shape[1])).to(logits.device)
         processed[i].masked_fill_(~allowed, -torch.inf)
     return processed
+
+
+def _apply_rules(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Return the logits as the rows' rules change them; the logits themselves where there are none."""
+    if rows.rules is None:
+        return logits
+    processed = logits.clone()
+    for i in range(len(logits)):
+        if not rows.rules[i].is_neutral:
+            processed[i] = apply_rules(logits[i], rows.rules[i], rows.rules.prompt(i), rows.rules.output(i))
+    return processed
+
+
+def run_custom_processors(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, dict[int, RowStatus]]:
+    """Let requests' own logits processors at their rows; they come before all else.
+
+    Args:
+        logits: float32[num_rows, vocab_size], not changed.
+        rows: the parameters; ``failures`` gets what went wrong.
+
+    Returns:
+        The logits, a copy where a processor has run, and the status of those of its rows that cannot be sampled.
+    """
+    failed: dict[int, RowStatus] = {}
+    wanted = [] if rows.rules is None else [i for i in range(len(logits)) if rows.rules[i].logits_processors]
+    if rows.rules is None or not wanted:
+        return logits, failed
+    processed = logits.clone()
+    for i in wanted:
+        if not torch.isfinite(logits[i].max()):
+            continue  # the sampler says so
+        try:
+            row = run_logits_processors(logits[i], rows.rules[i], rows.rules.prompt(i), rows.rules.output(i))
+        except LogitsProcessorError as error:
+            failed[i], rows.failures[i] = RowStatus.FAILED, str(error)
+            continue
+        if torch.isneginf(row.max()):
+            failed[i] = RowStatus.NO_TOKEN
+        else:
+            processed[i] = row
+    return processed, failed
 
 
 def _statuses(logits: torch.Tensor, processed: torch.Tensor) -> npt.NDArray[np.int8]:
@@ -96,17 +148,19 @@ def _statuses(logits: torch.Tensor, processed: torch.Tensor) -> npt.NDArray[np.i
     ).astype(np.int8)
 
 
-def draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, number: float) -> int:
+def draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, number: float) -> int:
     """Return the token at ``number`` of the inverse CDF over the kept tokens, in the order of their ids.
 
-    top_k keeps each logit that is at least the k-th largest. top_p then keeps each probability that is at least t, the
-    largest value for which those at least t sum to top_p. Equal values are kept or dropped together.
+    min_p keeps each probability that is at least min_p times the largest. top_k keeps each logit that is at least the
+    k-th largest. top_p then keeps each probability that is at least t, the largest value for which those at least t sum
+    to top_p of what is left. Equal values are kept or dropped together.
 
     Args:
         logits: float32[vocab_size], finite maximum.
         temperature: above 0.
         top_k: how many to keep, 0 for all.
         top_p: in (0, 1].
+        min_p: in [0, 1].
         number: in [0, 1).
 
     Cost: sums in float64 over the vocabulary; no sort of it.
@@ -114,6 +168,7 @@ def draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, num
     vocab_size = logits.numel()
     weights = logits.double()
     weights = torch.exp((weights - weights.max()) / temperature)
+    weights = torch.where(weights >= min_p, weights, 0.0)
     if 0 < top_k < vocab_size:
         weights = torch.where(logits >= torch.topk(logits, top_k).values[-1], weights, 0.0)
     if top_p < 1.0:

@@ -53,8 +53,8 @@ class GPUModelRunner:
         self.backend = backend
         self.token_table = token_table
         self.block_size = block_size
-        num_rows, max_model_len = token_table.token_ids.shape
-        self.input_batch = InputBatch(num_rows, -(-max_model_len // block_size), vocab_size)
+        max_blocks_per_row = -(-token_table.token_ids.shape[1] // block_size)
+        self.input_batch = InputBatch(token_table.token_ids, max_blocks_per_row, vocab_size)
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute a step. Running it again, or a part of it, gives the same: it writes nothing but KV slots."""
@@ -65,16 +65,17 @@ class GPUModelRunner:
         if inputs.sample_indices.size == 0:
             return output
         num_logprobs = self.input_batch.num_logprobs
+        rows = self.input_batch.sampling_rows(
+            inputs.sample_rows,
+            inputs.positions[inputs.sample_indices],
+            {s.row: s.grammar_masks for s in step.scheduled if s.grammar_masks is not None},
+        )
         token_ids, status = self.backend.sample(
             inputs.sample_indices,
-            self.input_batch.sampling_rows(
-                inputs.sample_rows,
-                inputs.positions[inputs.sample_indices],
-                {s.row: s.grammar_masks for s in step.scheduled if s.grammar_masks is not None},
-            ),
+            rows,
             keep_logits=bool((num_logprobs[inputs.sample_rows] >= 0).any()),
         )
-        wanted = self._verify(step.scheduled, token_ids, status, output)
+        wanted = self._verify(step.scheduled, token_ids, status, rows.failures, output)
         output.logprobs = _per_request(self.backend.logprobs, wanted)
         return output
 
@@ -124,6 +125,7 @@ class GPUModelRunner:
         scheduled: list[ScheduledRequest],
         token_ids: npt.NDArray[np.int64],
         status: npt.NDArray[np.int8],
+        failures: dict[int, str],
         output: ModelRunnerOutput,
     ) -> list[WantedLogprobs]:
         """Keep each request's drafts while they equal what was sampled, and the first token that differs.
@@ -147,7 +149,8 @@ class GPUModelRunner:
             bad = np.flatnonzero(status[start : start + num_kept])
             if bad.size:  # what came before it is good, as it would be without drafts
                 num_kept = int(bad[0])
-                output.errors[s.request_id] = self._error(s.row, status[start + num_kept])
+                first_bad = start + num_kept
+                output.errors[s.request_id] = failures.get(first_bad) or self._error(s.row, status[first_bad])
             output.sampled_token_ids[s.request_id] = sampled[:num_kept]
             num_logprobs = int(self.input_batch.num_logprobs[s.row])
             if num_logprobs >= 0 and num_kept > 0:

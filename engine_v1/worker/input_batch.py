@@ -6,31 +6,36 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_v1.core.scheduler_output import NewRequestData, SchedulerOutput
+from engine_v1.sample.logits_rules import RowRules, RulesTable
 from engine_v1.sample.sampler import SamplingRows
 from engine_v1.sample.token_masks import TokenMask, token_mask
 
-_RESTRICTIONS = ("allowed_token_ids", "structured_outputs")
+_RESTRICTIONS = ("allowed_token_ids", "structured_outputs", "bad_words", "min_tokens", "logits_processors")
 
 
 class InputBatch:
     """Per-row arrays, indexed by the rows that the scheduler hands out; a row's values hold until it is taken anew.
 
     Args:
-        num_rows: as many as the token table has.
+        token_ids: int32[num_rows, max_model_len], the token table.
         max_blocks_per_row: blocks that the longest request holds.
         vocab_size: columns of the logits.
     """
 
-    def __init__(self, num_rows: int, max_blocks_per_row: int, vocab_size: int) -> None:
+    def __init__(self, token_ids: npt.NDArray[np.int32], max_blocks_per_row: int, vocab_size: int) -> None:
+        num_rows = len(token_ids)
+        self.token_ids = token_ids
         self.vocab_size = vocab_size
         self.block_table: npt.NDArray[np.int32] = np.zeros((num_rows, max_blocks_per_row), np.int32)
         self.num_prompt_tokens: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.temperature: npt.NDArray[np.float64] = np.zeros(num_rows, np.float64)
         self.top_k: npt.NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.top_p: npt.NDArray[np.float64] = np.ones(num_rows, np.float64)
+        self.min_p: npt.NDArray[np.float64] = np.zeros(num_rows, np.float64)
         self.seed: npt.NDArray[np.uint64] = np.zeros(num_rows, np.uint64)
         self.sample_index: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.masks: dict[int, TokenMask] = {}  # row -> the tokens that allowed_token_ids leaves, where it is given
+        self.rules = RulesTable(num_rows)
         # Row -> the parameters that can leave no token to choose.
         self.restrictions: list[list[str]] = [[] for _ in range(num_rows)]
         self.num_logprobs: npt.NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # -1: none asked for
@@ -50,6 +55,8 @@ class InputBatch:
         self.temperature[row] = 0.0 if params.greedy else params.temperature
         self.top_k[row] = max(0, params.top_k)
         self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.rules.set(row, new.logits_rules)
         self.seed[row] = new.seed
         self.sample_index[row] = new.sample_index
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
@@ -77,12 +84,19 @@ class InputBatch:
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
             seed=self.seed[rows],
             sample_index=self.sample_index[rows],
             output_index=positions + 1 - self.num_prompt_tokens[rows],
             mask_index=mask_index,
             masks=masks,
+            rules=self._rules_of(rows, positions),
         )
+
+    def _rules_of(self, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> RowRules | None:
+        if not self.rules.has_rules[rows].any():
+            return None
+        return RowRules(self.rules, rows, self.token_ids, positions + 1, self.num_prompt_tokens[rows])
 
     def _masks_of(
         self, rows: npt.NDArray[np.int32], grammar_masks: Mapping[int, npt.NDArray[np.uint32]]

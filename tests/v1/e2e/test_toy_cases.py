@@ -132,6 +132,107 @@ def test_allowed_token_ids(cycle_model):
     assert output.token_ids == [3, 4, 6, 7, 8, 9, 0, 1, 2, 3, 4, 6]
 
 
+@pytest.mark.parametrize("min_tokens", [4, 8])
+def test_min_tokens_bans_the_eos_at_draft_positions_too(cycle_model_eos, min_tokens):
+    """The first 6 is banned, the second ends; the draft [4 5 6 7 8] gives [4 5 7] in 5 steps instead of 13."""
+    output = both(cycle_model_eos, max_tokens=50, min_tokens=min_tokens)
+    assert output.token_ids == [3, 4, 5, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6]
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+    assert output.spec_decode_metrics.num_steps == 5
+    assert output.spec_decode_metrics.per_step_accepted[1] == 2
+
+
+@pytest.mark.parametrize("stop", [{"stop_token_ids": [4]}, {"stop": ["e"]}])
+def test_min_tokens_puts_off_every_stop(cycle_model, stop):
+    """A stop id is not chosen and a stop string not heeded before the minimum."""
+    output = both(cycle_model, max_tokens=50, min_tokens=3, **stop)
+    if "stop" in stop:
+        assert output.text == "defghijabcd"
+    else:
+        assert output.token_ids == [3, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4]
+
+
+def test_logit_bias_on_a_token_and_against_the_drafted_one(cycle_model):
+    """+100 on 9 and -100 on 4, which is drafted: 9 is chosen everywhere, its successors only where it is banned."""
+    assert both(cycle_model, max_tokens=6, logit_bias={9: 100.0, 4: -100.0}).token_ids == [9] * 6
+    assert both(cycle_model, max_tokens=8, logit_bias={4: -100.0}).token_ids == [3, 5, 6, 7, 8, 9, 0, 1]
+
+
+def test_a_frequency_penalty_sees_the_copies_within_a_draft(tmp_path):
+    """Of the always-5 model's lead of 10 each 5 takes 1.5, drafted or not; then ties go to the lowest id left."""
+    model = write_successor_model(tmp_path, lambda _: 5, letter_tokenizer())
+    output = both(model, [5] * 16, max_tokens=12, frequency_penalty=1.5, presence_penalty=-0.25)
+    assert output.token_ids == [5, 5, 5, 5, 5, 5, 5, 0, 1, 2, 3, 4]
+    assert both(model, [5] * 16, max_tokens=4, presence_penalty=2.0, repetition_penalty=2.0).token_ids == [5] * 4
+
+
+def test_bad_words_of_one_request_leave_the_other_alone(cycle_model):
+    """The second of two equal prompts may not say "e" nor "gh"; the first does as ever."""
+    params = [SamplingParams(temperature=0.0, max_tokens=8, bad_words=words) for words in ([], ["e", "gh"])]
+    for speculation in (None, SPECULATION):
+        free, bound = generate(cycle_model, [CYCLE_PROMPT] * 2, params, speculation)
+        assert free.outputs[0].text == "defghija"
+        assert bound.outputs[0].text == "dfgijabc"
+
+
+@pytest.mark.parametrize("cut", [{"min_p": 0.1}, {"top_k": 1}, {"top_p": 0.5}, {"min_p": 1.0, "top_k": 7}])
+def test_cuts_at_temperature_one_can_leave_the_best_alone(cycle_model, cut):
+    """Where the successor is 148 times likelier than the next, each of these gives what greedy gives."""
+    assert (
+        both(cycle_model, max_tokens=12, temperature=1.0, seed=3, **cut).token_ids
+        == both(cycle_model, max_tokens=12).token_ids
+    )
+
+
+def test_a_seeded_request_does_not_notice_its_neighbour(random_model):
+    """The same tokens alone and beside a request without a seed, with speculation and without."""
+    seeded = SamplingParams(temperature=1.0, seed=11, max_tokens=24)
+    answers = []
+    for speculation in (None, SPECULATION):
+        (alone,) = generate(random_model, [[7] * 20], seeded, speculation)
+        beside = generate(
+            random_model, [[7] * 20] * 2, [SamplingParams(temperature=1.0, max_tokens=24), seeded], speculation
+        )
+        answers += [alone.outputs[0].token_ids, beside[1].outputs[0].token_ids]
+        assert beside[0].outputs[0].token_ids != alone.outputs[0].token_ids
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_a_logits_processor_sees_drafts_as_output(cycle_model):
+    """It may not say 5 after 4: the draft that says so is cut there, as plain decoding would."""
+
+    def no_5_after_4(output, row):
+        if output[-1:] == [4]:
+            row[5] = -math.inf
+        return row
+
+    output = both(cycle_model, max_tokens=8, logits_processors=[no_5_after_4])
+    assert output.token_ids == [3, 4, 6, 7, 8, 9, 0, 1]
+
+
+@pytest.mark.parametrize("speculation", [None, SPECULATION])
+def test_a_request_that_can_say_nothing_more_says_why(cycle_model, speculation):
+    """min_tokens bans the only allowed id: an error that names both, at once; the neighbour is untouched."""
+    bound = SamplingParams(temperature=0.0, allowed_token_ids=[6], stop_token_ids=[6], min_tokens=2)
+    free = SamplingParams(temperature=0.0, max_tokens=8)
+    ended, good = generate(cycle_model, [CYCLE_PROMPT] * 2, [bound, free], speculation)
+    assert (ended.outputs[0].finish_reason, ended.outputs[0].token_ids) == ("error", [])
+    assert "allowed_token_ids, min_tokens leave none of the vocabulary" in ended.outputs[0].stop_reason
+    assert good.outputs[0].text == "defghija"
+
+
+def test_skip_reading_prefix_cache_computes_the_whole_prompt(cycle_model):
+    """The same prompt again hits the cache, unless it asks not to read it; the answer is the same."""
+    prompt = CYCLE_PROMPT * 3
+    with make_llm(cycle_model, SPECULATION, block_size=4) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=4)
+        outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2)]
+        params.skip_reading_prefix_cache = True
+        outputs += llm.generate([prompt], params, use_tqdm=False)
+    assert [output.num_cached_tokens > 0 for output in outputs] == [False, True, False]
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+
+
 def test_logprobs_of_accepted_drafts_are_the_models(cycle_model):
     """Each of 12 entries has the chosen token at -0.008067 and the next best at -5.008067."""
     output = both(cycle_model, max_tokens=12, logprobs=2)

@@ -4,10 +4,17 @@ import re
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from engine_v1 import SamplingParams
 from engine_v1.config import UnknownOptionError
-from engine_v1.engine.input_processor import InputProcessor, TokenIds, default_sampling_params, eos_ids
+from engine_v1.engine.input_processor import (
+    InputProcessor,
+    TokenIds,
+    bad_word_token_ids,
+    default_sampling_params,
+    eos_ids,
+)
 from engine_v1.sample.rng import derive_seed
 from tests.checkpoints import byte_tokenizer
 
@@ -171,6 +178,10 @@ def test_params_are_copied():
             SamplingParams(allowed_token_ids=[256]),
             "allowed_token_ids: 256 is outside the vocabulary; ids go from 0 to 255",
         ),
+        (
+            SamplingParams(logit_bias={3: 1.0, 256: 1.0}),
+            "logit_bias: 256 is outside the vocabulary; ids go from 0 to 255",
+        ),
         (SamplingParams(stop_token_ids=[256]), "stop_token_ids: 256 is outside the vocabulary"),
         (SamplingParams(logprobs=257), "logprobs=257 is greater than max_logprobs=20"),
         ([SamplingParams()] * 2, "The lengths of prompts and params must be the same, got 1 prompts and 2 params"),
@@ -211,13 +222,59 @@ def test_which_eos_is_first(generation_config, tokenizer_eos, expected):
 
 
 def test_default_params_come_from_the_generation_config(caplog):
-    """Recommended values become defaults; one that is not built yet is left out with a warning."""
+    """Recommended values become defaults; one out of bounds is left out with a warning."""
     params = default_sampling_params(
-        {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "max_new_tokens": 99, "bos": 1}
+        {"temperature": 0.6, "top_p": 9, "min_p": 0.1, "repetition_penalty": 1.1, "max_new_tokens": 99, "bos": 1}
     )
-    expected = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, max_tokens=99)
+    expected = SamplingParams(temperature=0.6, min_p=0.1, repetition_penalty=1.1, max_tokens=99)
     assert params == expected
-    assert "repetition_penalty=1.1" in caplog.text
+    assert "top_p=9" in caplog.text
+
+
+def word_tokenizer():
+    """Words with and without a space before them, some of one token and some of letters."""
+    vocab = {"a": 0, "b": 1, "\u0120": 2, "\u0120a": 3, "ab": 4, "\u0120ab": 5, "c": 6}
+    tokenizer = Tokenizer(models.BPE(vocab, [("\u0120", "a"), ("a", "b"), ("\u0120a", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "word, sequences",
+    [
+        ("a", [(0,), (3,)]),
+        (" a", [(0,), (3,)]),  # leading spaces are taken off first
+        ("ab", [(4,), (5,)]),
+        ("c", [(6,)]),  # the space is a token of its own
+        ("ac", [(0, 6), (3, 6)]),
+    ],
+)
+def test_a_bad_word_is_spelt_with_and_without_a_space(word, sequences):
+    """The spelling behind a space counts where the space is part of the first token."""
+    assert bad_word_token_ids(word_tokenizer(), [word]) == tuple(sequences)
+
+
+def test_a_bad_word_without_tokens_is_refused():
+    """A text of which the tokenizer makes nothing cannot be banned."""
+    with pytest.raises(ValueError, match="no token of 'z'"):
+        bad_word_token_ids(word_tokenizer(), ["z"])
+
+
+def test_min_tokens_bans_every_way_to_end():
+    """EOS ids and stop ids alike, EOS with ignore_eos too."""
+    processor = InputProcessor(
+        None,
+        TokenIds(vocab_size=8, eos_token_id=3, extra_eos_token_ids=frozenset({5})),
+        max_model_len=8,
+        max_total_tokens=8,
+        check_fits=accept,
+        default_params=SamplingParams(),
+    )
+    params = SamplingParams(min_tokens=2, stop_token_ids=[7, 3], ignore_eos=True)
+    [request] = processor.process([[1]], params)
+    assert (request.logits_rules.min_tokens, request.logits_rules.stop_token_ids) == (2, (3, 5, 7))
+    with pytest.raises(ValueError, match="bad_words need a tokenizer"):
+        processor.process([[1]], SamplingParams(bad_words=["a"]))
 
 
 def test_without_a_tokenizer_only_token_ids():

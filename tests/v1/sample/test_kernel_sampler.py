@@ -20,11 +20,11 @@ def random_logits(num_rows, vocab_size, *, seed=0, ties=False):
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("vocab_size", SAMPLERS)
-@pytest.mark.parametrize("temperature, top_k, top_p", CASES)
-def test_draws_are_those_of_the_definition(temperature, top_k, top_p, vocab_size, ties):
+@pytest.mark.parametrize("temperature, top_k, top_p, min_p", CASES)
+def test_draws_are_those_of_the_definition(temperature, top_k, top_p, min_p, vocab_size, ties):
     """Every case of temperature, top-k and top-p gives the torch sampler's tokens, equal logits included."""
     logits = random_logits(32, vocab_size, seed=vocab_size, ties=ties)
-    rows = make_rows(32, temperature=temperature, top_k=top_k, top_p=top_p, output_index=np.arange(32))
+    rows = make_rows(32, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, output_index=np.arange(32))
     tokens, status = SAMPLERS[vocab_size].sample(logits, rows)
     expected, _ = Sampler().sample(torch.from_numpy(logits), rows)
     assert tokens.tolist() == expected.tolist()
@@ -40,6 +40,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(data):
         "temperature": data.draw(st.lists(st.sampled_from([0.0, 0.3, 1.0, 2.0]), min_size=n, max_size=n)),
         "top_k": data.draw(st.lists(st.sampled_from([0, 1, 4, 299, 300, 999]), min_size=n, max_size=n)),
         "top_p": data.draw(st.lists(st.sampled_from([1.0, 0.5, 0.01]), min_size=n, max_size=n)),
+        "min_p": data.draw(st.lists(st.sampled_from([0.0, 0.2]), min_size=n, max_size=n)),
         "seed": data.draw(st.lists(st.integers(0, 2**64 - 1), min_size=n, max_size=n)),
     }
     logits = random_logits(n, 300, seed=data.draw(st.integers(0, 99)), ties=data.draw(st.booleans()))

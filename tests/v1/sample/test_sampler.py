@@ -13,6 +13,7 @@ def make_rows(n, **values):
         "temperature": (1.0, np.float64),
         "top_k": (0, np.int32),
         "top_p": (1.0, np.float64),
+        "min_p": (0.0, np.float64),
         "seed": (0, np.uint64),
         "sample_index": (0, np.int64),
         "output_index": (0, np.int64),
@@ -24,13 +25,15 @@ def make_rows(n, **values):
             for name, (default, dtype) in defaults.items()
         },
         masks=values.get("masks"),
+        rules=values.get("rules"),
     )
 
 
-def definition(logits, temperature, top_k, top_p):
+def definition(logits, temperature, top_k, top_p, min_p=0.0):
     """The distribution a draw comes from, by sorting: the slow and obvious way."""
     values = logits.double().numpy()
     weights = np.exp((values - values.max()) / temperature)
+    weights[weights < min_p] = 0.0
     if top_k:
         weights[values < np.sort(values)[-min(top_k, len(values))]] = 0.0
     if top_p < 1:
@@ -40,26 +43,30 @@ def definition(logits, temperature, top_k, top_p):
     return weights / weights.sum()
 
 
-CASES = [
-    (1.0, 0, 1.0),
-    (0.7, 0, 1.0),
-    (1.0, 5, 1.0),
-    (1.3, 0, 0.9),
-    (0.8, 20, 0.95),
-    (1.0, 1, 1.0),
-    (1.0, 0, 1e-9),
-    (2.0, 0, 0.999),
+CASES = [  # temperature, top_k, top_p, min_p
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 1.0, 0.0),
+    (1.0, 5, 1.0, 0.0),
+    (1.3, 0, 0.9, 0.0),
+    (0.8, 20, 0.95, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 0, 1e-9, 0.0),
+    (2.0, 0, 0.999, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (1.0, 0, 1.0, 1.0),
+    (1.5, 40, 0.9, 0.02),
+    (1e-4, 0, 0.5, 0.0),
 ]
 
 
-@pytest.mark.parametrize("temperature, top_k, top_p", CASES)
+@pytest.mark.parametrize("temperature, top_k, top_p, min_p", CASES)
 @pytest.mark.parametrize("vocab_size", [1, 7, 5000])
-def test_a_draw_is_the_inverse_cdf_in_the_order_of_ids(temperature, top_k, top_p, vocab_size):
+def test_a_draw_is_the_inverse_cdf_in_the_order_of_ids(temperature, top_k, top_p, min_p, vocab_size):
     """The token at u is the first whose cumulative probability exceeds u, in the distribution as defined."""
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
-    cdf = np.cumsum(definition(logits, temperature, top_k, top_p))
+    cdf = np.cumsum(definition(logits, temperature, top_k, top_p, min_p))
     for number in np.linspace(0.0, 0.999999, 101):
-        token = draw(logits, temperature, top_k, top_p, number)
+        token = draw(logits, temperature, top_k, top_p, min_p, number)
         assert cdf[token] >= number - 1e-9
         assert token == 0 or cdf[token - 1] <= number + 1e-9
 
@@ -68,18 +75,18 @@ def test_equal_logits_are_kept_or_dropped_together():
     """top_k=1 on three equal maxima keeps all three, as does a top_p that one of them would satisfy."""
     logits = torch.tensor([0.0, 5.0, 1.0, 5.0, 5.0])
     for top_k, top_p in ((1, 1.0), (0, 0.2)):
-        assert {draw(logits, 1.0, top_k, top_p, u) for u in np.linspace(0, 0.999, 50)} == {1, 3, 4}
+        assert {draw(logits, 1.0, top_k, top_p, 0.0, u) for u in np.linspace(0, 0.999, 50)} == {1, 3, 4}
 
 
 def test_the_last_kept_token_takes_an_overflow():
     """A number beyond the last cumulative sum gives the last token with any probability."""
-    assert draw(torch.tensor([1.0, 2.0, -math.inf]), 1.0, 0, 1.0, 1.0) == 1
+    assert draw(torch.tensor([1.0, 2.0, -math.inf]), 1.0, 0, 1.0, 0.0, 1.0) == 1
 
 
 def test_top_p_looks_beyond_its_first_candidates():
     """A flat distribution over 3,000 tokens keeps about half of it at top_p=0.5."""
     logits = -torch.arange(3000.0) * 1e-4
-    kept = {draw(logits, 1.0, 0, 0.5, u) for u in np.linspace(0, 0.99999, 200)}
+    kept = {draw(logits, 1.0, 0, 0.5, 0.0, u) for u in np.linspace(0, 0.99999, 200)}
     expected = np.flatnonzero(definition(logits, 1.0, 0, 0.5)).max()
     assert max(kept) <= expected
     assert expected > 1000

@@ -20,7 +20,7 @@ def masks_of(batch, rows, grammar_masks):
 
 def test_each_position_has_its_grammars_mask_within_the_allowed_ids():
     """Positions of a grammar have masks of their own, within the allowed ids; others share one or have none."""
-    batch = InputBatch(8, 4, VOCAB)
+    batch = InputBatch(np.zeros((8, 64), np.int32), 4, VOCAB)
     params = {4: {}, 5: {"allowed_token_ids": [1, 35]}, 6: {}, 7: {"allowed_token_ids": [2, 3]}}
     step = SchedulerOutput()
     for row, options in params.items():
@@ -36,7 +36,7 @@ def test_each_position_has_its_grammars_mask_within_the_allowed_ids():
 
 def test_a_step_without_masks_has_none():
     """Where no request of a step restricts its tokens no mask exists."""
-    batch = InputBatch(8, 4, VOCAB)
+    batch = InputBatch(np.zeros((8, 64), np.int32), 4, VOCAB)
     batch.update(SchedulerOutput(new_requests=[NewRequestData(0, SamplingParams(), 5, 0, 0)]))
     seen, masks = masks_of(batch, [0, 0], {})
     assert seen == [None, None]
