@@ -1,6 +1,7 @@
 """What a user may set, as frozen dataclasses that check every value when they are made."""
 
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -145,7 +146,6 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 # Keys of vLLM's speculative_config that ask for nothing at these values and are not built at others.
 _NEUTRAL_SPECULATIVE_KEYS: dict[str, tuple[Any, ...]] = {
-    "num_speculative_tokens_per_batch_size": (None,),
     "rejection_sample_method": ("standard",),
     "synthetic_acceptance_rates": (None,),
     "synthetic_acceptance_length": (None,),
@@ -187,7 +187,10 @@ class SpeculativeConfig:
     prompt_lookup_min: int = _DEFAULT_LOOKUP_MIN
     prompt_lookup_tie: str = "latest"  # which of several earlier occurrences: "latest" or "earliest"
     disable_logprobs: bool = False  # answer requests without the log probabilities they ask for
-    adaptive: bool = True  # allow draft lengths to follow acceptance; drafts have the fixed length so far
+    adaptive: bool = True  # verify as much of a draft as pays by measured step times; False: all of it
+    # (first, last, k): drafts of at most k tokens while first..last requests run; the one before holds between entries
+    # and after the last.
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, SPECULATIVE_METHODS)
@@ -209,6 +212,9 @@ class SpeculativeConfig:
         check_choice("prompt_lookup_tie", self.prompt_lookup_tie, PROMPT_LOOKUP_TIES)
         check_bool("disable_logprobs", self.disable_logprobs)
         check_bool("adaptive", self.adaptive)
+        if self.num_speculative_tokens_per_batch_size is not None:
+            table = _batch_size_table(self.num_speculative_tokens_per_batch_size, self.num_speculative_tokens)
+            object.__setattr__(self, "num_speculative_tokens_per_batch_size", table)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any] | None) -> "SpeculativeConfig | None":
@@ -261,6 +267,34 @@ def _speculative_method(options: Mapping[str, Any]) -> str:
     if model is not None and not names_ngram:
         raise ValueError(f"speculative_config: method {method!r} takes no draft model, got model={model!r}.")
     return str(method)
+
+
+def _batch_size_table(given: object, num_speculative_tokens: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the entries of `num_speculative_tokens_per_batch_size`, sorted, checked by vLLM's rules.
+
+    Raises:
+        ValueError: if they are not [first, last, tokens], overlap, or leave batch size 1 out.
+    """
+    name = "num_speculative_tokens_per_batch_size"
+    entries = list(given) if isinstance(given, list | tuple) else []
+    if not entries or not all(isinstance(entry, list | tuple) and len(entry) == 3 for entry in entries):
+        raise ValueError(
+            f"{name} must be a list of [first, last, num_speculative_tokens], such as [[1, 4, 5], [5, 32, 2]], "
+            f"got {given!r}."
+        )
+    table = []
+    for first, last, num_tokens in entries:
+        low = check_int(f"{name}: the first batch size of an entry", first, 1)
+        high = check_int(f"{name}: the last batch size of an entry", last, low)
+        most = check_int(f"{name}: the tokens of an entry", num_tokens, 0, num_speculative_tokens)
+        table.append((low, high, most))
+    table.sort()
+    if table[0][0] != 1:
+        raise ValueError(f"{name} must start at batch size 1, its first entry starts at {table[0][0]}.")
+    for (_, high, _), (low, _, _) in itertools.pairwise(table):
+        if low <= high:
+            raise ValueError(f"{name}: batch size {low} is in two entries of {given!r}; entries must not overlap.")
+    return tuple(table)
 
 
 def _complete_lookup_bounds(chosen: dict[str, Any]) -> None:

@@ -57,6 +57,9 @@ class SpecDecodeMetrics:
     num_output_tokens: int = 0
     per_step_drafted: list[int] = field(default_factory=list)  # draft tokens verified; 0 in a step without a draft
     per_step_accepted: list[int] = field(default_factory=list)  # draft tokens committed, after any trim at a stop
+    # Seconds that drafts have saved, less what their rows took, as the engine's model of step times has it. An
+    # estimate: nothing was run twice. Negative where drafts were rejected more than expected; 0.0 for fixed lengths.
+    estimated_time_saved_s: float = 0.0
 
     @property
     def num_steps(self) -> int:

@@ -127,6 +127,7 @@ class Request:
         # Per step that sampled this request; a step commits its accepted drafts and, unless it stops on one, one more.
         self.step_drafted: list[int] = []
         self.step_accepted: list[int] = []
+        self.spec_time_saved_s = 0.0  # what drafts have won, less what they cost, by the engine's cost model
 
         self.arrival_time = arrival_time
         self.first_scheduled_time: float | None = None
@@ -156,7 +157,13 @@ class Request:
         return self.status.is_finished
 
     def max_draft_tokens(self, num_speculative_tokens: int) -> int:
-        """Return how many drafts could be of use: all tokens it may still emit but the one a step gives for free."""
+        """Return how many drafts it may have: all tokens it may still emit but the one a step gives for free.
+
+        At most as many as the engine's ``num_speculative_tokens`` and the request's own.
+        """
+        own = self.sampling_params.num_speculative_tokens
+        if own is not None:
+            num_speculative_tokens = min(num_speculative_tokens, own)
         return max(0, min(num_speculative_tokens, self.max_tokens - self.num_output_tokens - 1))
 
     def append_output_token(self, token_id: int) -> None:

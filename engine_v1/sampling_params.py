@@ -96,6 +96,9 @@ class SamplingParams:
     # Pure functions of (output token ids, row of logits), or with the prompt's ids before these, to a row; called at
     # every position that is verified, drafts counting as output.
     logits_processors: Sequence[Callable[..., Any]] | None = None
+    num_speculative_tokens: int | None = (
+        None  # most draft tokens of a step; 0: no drafts; None: as many as the engine's
+    )
 
     def __new__(cls, **given: Any) -> Self:
         """Refuse names that do not exist, before Python does so without saying which is nearest."""
@@ -164,6 +167,8 @@ class SamplingParams:
             raise ValueError(f"top_k must be 0 (disable), or at least 1, got {self.top_k}.")
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.num_speculative_tokens is not None:
+            check_int("num_speculative_tokens", self.num_speculative_tokens, 0)
         if self.logprobs is not None:
             _check_logprobs("logprobs", self.logprobs)
         if self.prompt_logprobs is not None:

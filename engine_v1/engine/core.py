@@ -1,10 +1,11 @@
 """The engine's step: propose, schedule, execute, update."""
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from engine_v1.config import EngineConfig
+from engine_v1.config import EngineConfig, SpeculativeConfig
 from engine_v1.core.kv_cache_manager import KVCacheManager
 from engine_v1.core.scheduler import Scheduler
 from engine_v1.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -14,9 +15,12 @@ from engine_v1.models.config import DecoderConfig
 from engine_v1.models.loader import load_model
 from engine_v1.platforms import get_platform
 from engine_v1.request import Request, RequestStatus
+from engine_v1.spec_decode.cost_model import CostModel
 from engine_v1.spec_decode.grammar_proposer import GrammarProposer
+from engine_v1.spec_decode.length_controller import AdaptiveLength, BatchSizeTable, LengthController
 from engine_v1.spec_decode.ngram_proposer import NgramProposer
 from engine_v1.spec_decode.proposer import Proposer
+from engine_v1.worker.calibration import measure_step_times
 from engine_v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = logging.getLogger(__name__)
@@ -29,12 +33,23 @@ class EngineCore:
         scheduler: holds the requests.
         runner: computes a step.
         proposer: drafts before each step; None to decode plainly.
+        length_controllers: shorten what was drafted, one after the other.
+        clock: seconds, by which the controllers learn what a step takes.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: GPUModelRunner, proposer: Proposer | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: GPUModelRunner,
+        proposer: Proposer | None = None,
+        length_controllers: Sequence[LengthController] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.proposer = proposer
+        self.length_controllers = length_controllers
+        self.clock = clock
 
     def add_request(self, request: Request) -> None:
         """Queue a request; see :meth:`Scheduler.add_request`."""
@@ -55,11 +70,17 @@ class EngineCore:
             return []
         if self.proposer is not None:
             self.proposer.propose(self.scheduler.running)
+        for controller in self.length_controllers:
+            controller.shorten(self.scheduler.running, self.scheduler.waiting)
         step = self.scheduler.schedule()
         assert step.scheduled, "a step with unfinished requests computes something"
         self._tell_proposer([self.scheduler.requests[request_id] for request_id in step.preempted_req_ids])
+        started = self.clock()
         output = self._execute(step)
+        seconds = self.clock() - started
         updated = self.scheduler.update_from_output(step, output)
+        for controller in self.length_controllers:
+            controller.observe(step, seconds)
         self._tell_proposer([request for request in updated if request.is_finished])
         return updated
 
@@ -149,7 +170,35 @@ def build_engine_core(config: EngineConfig, model_directory: Path, decoder_confi
     backend = platform.make_backend(loaded, config, num_blocks=num_blocks)
     logger.info("computing through %s", backend.describe())
     runner = GPUModelRunner(backend, token_table, block_size=block_size, vocab_size=decoder_config.vocab_size)
-    return EngineCore(scheduler, runner, proposer)
+    return EngineCore(scheduler, runner, proposer, _length_controllers(speculative, scheduler, runner))
+
+
+def _length_controllers(
+    speculative: SpeculativeConfig | None, scheduler: Scheduler, runner: GPUModelRunner
+) -> list[LengthController]:
+    """Return what bounds drafts: the user's table, then what step times say. The model is timed for the latter."""
+    controllers: list[LengthController] = []
+    if speculative is None:
+        return controllers
+    if speculative.num_speculative_tokens_per_batch_size is not None:
+        controllers.append(BatchSizeTable(speculative.num_speculative_tokens_per_batch_size))
+    if speculative.adaptive:
+        config = scheduler.config
+        try:
+            times = measure_step_times(
+                runner, max_rows=config.max_num_batched_tokens, max_context=scheduler.max_total_tokens
+            )
+        except Exception:  # whatever a model raises is a matter of the requests that it will raise for
+            logger.exception("the model could not be timed; drafts keep their full length")
+            return controllers
+        controllers.append(
+            AdaptiveLength(
+                CostModel(times),
+                num_rows=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+            )
+        )
+    return controllers
 
 
 def _num_blocks(config: EngineConfig, bytes_per_block: int, default_bytes: int) -> int:

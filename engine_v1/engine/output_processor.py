@@ -134,6 +134,7 @@ class OutputProcessor:
             num_output_tokens=request.num_output_tokens,
             per_step_drafted=list(request.step_drafted),
             per_step_accepted=list(request.step_accepted),
+            estimated_time_saved_s=request.spec_time_saved_s,
         )
 
     def _prompt_logprobs(

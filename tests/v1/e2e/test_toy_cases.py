@@ -19,7 +19,13 @@ from tests.checkpoints import (
     write_successor_model,
 )
 
-SPECULATION = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+    "adaptive": False,  # the cases count steps
+}
 
 
 @pytest.fixture(scope="module")
