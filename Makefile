@@ -3,6 +3,7 @@
 #   make test     the tests
 #   make check    linters, types and tests: what must be green before a commit
 #   make verify   the whole equality matrix (slow); with ENGINE_V1_SPEC_BENCH=question.jsonl also 60 of its prompts
+#   make bench-never-slower ARGS="--dataset-path question.jsonl"   the ratio on/off of every kind of load (an hour)
 #   make bench    throughput, speculation off and on; `make bench ARGS="--dataset random"` for another load
 
 VENV ?= .venv
@@ -13,10 +14,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint check test-portable verify bench format clean
+.PHONY: help demo test lint check test-portable verify bench bench-never-slower format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The stamp is newer than pyproject.toml while the installed dependencies are those it names.
 $(STAMP): pyproject.toml
@@ -49,6 +50,9 @@ verify: $(STAMP) ## Run the slow tests: the whole equality matrix
 
 bench: $(STAMP) ## Measure throughput, speculation off and on
 	$(BIN)/python benchmarks/benchmark_throughput.py --compare-no-spec $(ARGS)
+
+bench-never-slower: $(STAMP) ## Compare speculation on and off over every kind of load (an hour with --dataset-path)
+	$(BIN)/python benchmarks/bench_never_slower.py $(ARGS)
 
 format: $(STAMP) ## Let ruff fix and format
 	$(BIN)/ruff check --fix

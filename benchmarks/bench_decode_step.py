@@ -191,7 +191,9 @@ class Engine:
             SchedulerConfig.with_defaults(
                 device="cpu", max_model_len=longest, max_num_seqs=max(cell.num_requests for cell in cells)
             ),
-            SpeculativeConfig.from_dict({"method": "ngram", "num_speculative_tokens": max(1, max_drafts)}),
+            SpeculativeConfig.from_dict(
+                {"method": "ngram", "num_speculative_tokens": max(1, max_drafts), "adaptive": False}
+            ),
         )
         self.core: EngineCore = build_engine_core(config, directory, decoder_config)
         backend = self.core.runner.backend

@@ -162,10 +162,7 @@ def load_prompts(args: argparse.Namespace) -> list[BenchPrompt]:
 
 
 def measure(args: argparse.Namespace, prompts: Sequence[BenchPrompt], speculative_config: dict[str, Any] | None) -> Run:
-    """Make an engine, warm it up, generate for all prompts and throw it away.
-
-    The clock starts with rendered prompts in hand and stops with the last output.
-    """
+    """Make an engine, warm it up, generate for all prompts and throw it away."""
     # Imported here, so that --help and a mistyped option answer at once.
     from engine_v1.entrypoints.llm import LLM
 
@@ -177,20 +174,43 @@ def measure(args: argparse.Namespace, prompts: Sequence[BenchPrompt], speculativ
             assert llm.tokenizer is not None, "the tokenizer is loaded unless skip_tokenizer_init says otherwise"
             vocab_size = llm.tokenizer.backend.get_vocab_size()
             prompts = random_tokens(args.num_prompts, input_len=args.input_len, vocab_size=vocab_size, seed=args.seed)
-        inputs = [_to_input(llm, prompt) for prompt in prompts]
         ignore_eos = args.ignore_eos or args.dataset == "random"
         options = {"temperature": 0.0, "max_tokens": args.max_tokens, "ignore_eos": ignore_eos}
-        params = SamplingParams(**options | args.sampling_params)
-        warmup = SamplingParams(temperature=0.0, max_tokens=WARMUP_TOKENS, ignore_eos=True)
-        llm.generate(inputs[: args.max_num_seqs], warmup, use_tqdm=False)
-
-        before = time.perf_counter()
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-        wall_s = time.perf_counter() - before
+        warm_up(llm, args.max_num_seqs, prompts)
+        run = generate(llm, prompts, SamplingParams(**options | args.sampling_params), start_s=start_s)
     name = "without speculation" if speculative_config is None else f"with {json.dumps(speculative_config)}"
-    print(f"{name}: {wall_s:.2f} s, engine made in {start_s:.2f} s", flush=True)
+    print(f"{name}: {run.wall_s:.2f} s, engine made in {start_s:.2f} s", flush=True)
     del llm
     gc.collect()  # the next engine is to have this one's memory
+    return run
+
+
+def warm_up(llm: "LLM", max_num_seqs: int, prompts: Sequence[BenchPrompt] = ()) -> None:
+    """Generate a few tokens for as many requests as run at a time.
+
+    Args:
+        llm: the engine.
+        max_num_seqs: requests that run at a time.
+        prompts: whose first ones are used; none: a short text.
+    """
+    inputs = [_to_input(llm, prompt) for prompt in prompts[:max_num_seqs]] or ["Once upon a time"] * max_num_seqs
+    params = SamplingParams(temperature=0.0, max_tokens=WARMUP_TOKENS, ignore_eos=True)
+    llm.generate(inputs, params, use_tqdm=False)
+
+
+def generate(llm: "LLM", prompts: Sequence[BenchPrompt], params: SamplingParams, *, start_s: float = 0.0) -> Run:
+    """Generate for all prompts; the clock starts with rendered prompts in hand and stops with the last output.
+
+    Args:
+        llm: the engine.
+        prompts: what to answer.
+        params: for all of them.
+        start_s: seconds in which the engine was made, for the record.
+    """
+    inputs = [_to_input(llm, prompt) for prompt in prompts]
+    before = time.perf_counter()
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    wall_s = time.perf_counter() - before
     results = (RequestResult.from_output(p.category, o) for p, o in zip(prompts, outputs, strict=True))
     return Run(tuple(results), wall_s=wall_s, start_s=start_s)
 

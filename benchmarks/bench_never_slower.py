@@ -1,0 +1,195 @@
+"""Is speculation ever slower than no speculation?
+
+For every number of requests at a time and every kind of prompt, two engines of one process, one that speculates and
+one that does not, answer the same prompts in turn, so that both halves of a pair see the same machine. Shown is the
+ratio of their output tokens per second, over all time and over decode time: the median of the pairs, and each pair.
+Below 1, speculation is slower.
+
+With --results every cell is appended to a file as it is done, and cells that the file has are not run again: a run that
+was interrupted goes on where it stopped, and slices (--concurrency 16 --category rag) add up to the whole.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine_v1 import LLM
+from engine_v1.entrypoints.arguments import DEFAULT_SPECULATIVE_CONFIG, json_object
+from engine_v1.entrypoints.bench import generate, warm_up
+from engine_v1.entrypoints.bench_datasets import (
+    SPEC_BENCH_CATEGORIES,
+    BenchPrompt,
+    random_tokens,
+    read_jsonl,
+    spec_bench,
+)
+from engine_v1.entrypoints.bench_machine import print_header
+from engine_v1.entrypoints.bench_report import Run, count_identical, summarize
+from engine_v1.models.hub import DEMO_MODEL
+from engine_v1.sampling_params import SamplingParams
+
+PROMPTS = {1: 10, 4: 16, 16: 64, 64: 64}  # requests at a time -> prompts of a cell
+RANDOM = "random"
+
+
+def num_prompts(concurrency: int) -> int:
+    """Return how many prompts a cell has: those of the nearest number of requests at a time that is listed."""
+    return PROMPTS[min(PROMPTS, key=lambda listed: abs(listed - concurrency))]
+
+
+def load_prompts(args: argparse.Namespace, category: str, concurrency: int, vocab_size: int) -> list[BenchPrompt]:
+    """Return a cell's prompts.
+
+    Raises:
+        ValueError: a category of Spec-Bench, and no file.
+    """
+    count = num_prompts(concurrency)
+    if category == RANDOM:
+        return random_tokens(count, input_len=args.input_len, vocab_size=vocab_size, seed=args.seed)
+    if args.dataset_path is None:
+        raise ValueError(f"category {category!r} is read from Spec-Bench's file; name it with --dataset-path.")
+    return spec_bench(read_jsonl(args.dataset_path), count, category)
+
+
+def cell_figures(concurrency: int, category: str, on: Sequence[Run], off: Sequence[Run]) -> dict[str, Any]:
+    """Return a cell's line: ratios of each pair and their medians, drafting, identity.
+
+    Args:
+        concurrency: requests at a time.
+        category: of the prompts.
+        on: runs with speculation.
+        off: runs without, the other halves of the pairs.
+    """
+    pairs = [(summarize([a]), summarize([b])) for a, b in zip(on, off, strict=True)]
+    ratios = [a.tokens_per_s / b.tokens_per_s for a, b in pairs]
+    decode_ratios = [a.decode_tokens_per_s / b.decode_tokens_per_s for a, b in pairs]
+    total, plain = summarize(on), summarize(off)
+    return {
+        "concurrency": concurrency,
+        "category": category,
+        "ratio": round(statistics.median(ratios), 4),
+        "decode_ratio": round(statistics.median(decode_ratios), 4),
+        "ratio_each": [round(ratio, 4) for ratio in ratios],
+        "decode_ratio_each": [round(ratio, 4) for ratio in decode_ratios],
+        "tokens_per_s": round(total.tokens_per_s, 2),
+        "tokens_per_s_no_spec": round(plain.tokens_per_s, 2),
+        "decode_share": round(plain.decode_s / plain.wall_s, 3),
+        "tokens_per_step": round(total.tokens_per_step, 3),
+        "draft_tokens_per_step": round(total.stats.num_draft_tokens / max(1, total.num_decode_steps), 3),
+        "acceptance_rate": round(total.stats.draft_acceptance_rate, 3),
+        "identical": count_identical([*on, *off]),
+        "num_prompts": total.num_prompts,
+    }
+
+
+def format_table(cells: Sequence[dict[str, Any]]) -> str:
+    """Lay the cells out, one a line."""
+    header = f"{'at a time':>9}  {'category':<15}{'on/off':>8}{'decode':>8}{'decode share':>14}{'tok/step':>10}"
+    lines = [f"{header}{'drafted/step':>14}{'accepted':>10}{'identical':>11}  pairs"]
+    for cell in sorted(cells, key=lambda cell: cell["concurrency"]):
+        each = " ".join(f"{ratio:.3f}" for ratio in cell["ratio_each"])
+        lines.append(
+            f"{cell['concurrency']:>9}  {cell['category']:<15}{cell['ratio']:>8.3f}{cell['decode_ratio']:>8.3f}"
+            f"{cell['decode_share']:>14.0%}{cell['tokens_per_step']:>10.2f}{cell['draft_tokens_per_step']:>14.2f}"
+            f"{cell['acceptance_rate']:>10.0%}{cell['identical']:>8}/{cell['num_prompts']}  {each}"
+        )
+    return "\n".join(lines)
+
+
+def headline(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the worst ratios, in all and by requests at a time."""
+    by_concurrency: dict[str, dict[str, float]] = {}
+    for cell in cells:
+        worst = by_concurrency.setdefault(str(cell["concurrency"]), {"worst_ratio": 1e9, "worst_decode_ratio": 1e9})
+        worst["worst_ratio"] = min(worst["worst_ratio"], cell["ratio"])
+        worst["worst_decode_ratio"] = min(worst["worst_decode_ratio"], cell["decode_ratio"])
+    return {
+        "worst_ratio": min(cell["ratio"] for cell in cells),
+        "worst_decode_ratio": min(cell["decode_ratio"] for cell in cells),
+        "num_cells": len(cells),
+        "by_concurrency": by_concurrency,
+    }
+
+
+def read_results(path: Path | None) -> list[dict[str, Any]]:
+    """Return the cells that a results file has."""
+    if path is None or not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def measure(args: argparse.Namespace, engines: tuple[LLM, LLM], category: str, concurrency: int) -> dict[str, Any]:
+    """Run one cell's pairs and return its line."""
+    off_llm, on_llm = engines
+    assert on_llm.tokenizer is not None, "the tokenizer is loaded unless skip_tokenizer_init says otherwise"
+    prompts = load_prompts(args, category, concurrency, on_llm.tokenizer.backend.get_vocab_size())
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=category == RANDOM)
+    on: list[Run] = []
+    off: list[Run] = []
+    for pair in range(args.pairs):
+        # Whoever is first meets the machine as the last pair left it; so both are first in turn.
+        for llm, runs in ((off_llm, off), (on_llm, on)) if pair % 2 == 0 else ((on_llm, on), (off_llm, off)):
+            runs.append(generate(llm, prompts, params))
+    return cell_figures(concurrency, category, on, off)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the settings of a run, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset-path", type=Path, help="Spec-Bench's question.jsonl; without it only random prompts")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=list(PROMPTS), help="requests at a time")
+    parser.add_argument("--category", nargs="+", choices=[*SPEC_BENCH_CATEGORIES, RANDOM], help="default: all")
+    parser.add_argument("--pairs", type=int, default=3, help="of runs, of which the median counts (default 3)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of an output (default 64)")
+    parser.add_argument("--input-len", type=int, default=256, help="tokens of a random prompt (default 256)")
+    parser.add_argument("--model", default=DEMO_MODEL)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--speculative-config", type=json_object, default=DEFAULT_SPECULATIVE_CONFIG, metavar="JSON")
+    parser.add_argument("--results", type=Path, help="JSON lines to continue and to append to")
+    args = parser.parse_args(argv)
+    if args.category is None:
+        args.category = [*SPEC_BENCH_CATEGORIES, RANDOM] if args.dataset_path else [RANDOM]
+    if args.pairs < 1 or min(args.concurrency) < 1:
+        parser.error(f"--pairs ({args.pairs}) and --concurrency ({args.concurrency}) must be at least 1")
+    if args.speculative_config is None:
+        parser.error("--speculative-config is what is compared with none; leave it at its default")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the cells asked for, print the table of all there are and a last line of JSON."""
+    args = parse_args(argv)
+    machine = print_header(__doc__.splitlines()[0])
+    cells = read_results(args.results)
+    done = {(cell["concurrency"], cell["category"]) for cell in cells}
+    for concurrency in args.concurrency:
+        missing = [category for category in args.category if (concurrency, category) not in done]
+        if not missing:
+            continue
+        options = {"dtype": args.dtype, "device": args.device, "seed": args.seed, "max_num_seqs": concurrency}
+        options |= {"enable_prefix_caching": False}
+        with (
+            LLM(args.model, **options) as off,
+            LLM(args.model, speculative_config=args.speculative_config, **options) as on,
+        ):
+            for llm in (off, on):
+                warm_up(llm, concurrency)
+            for category in missing:
+                cell = measure(args, (off, on), category, concurrency)
+                cells.append(cell)
+                print(format_table([cell]).splitlines()[1], file=sys.stderr, flush=True)
+                if args.results is not None:
+                    with args.results.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(cell) + "\n")
+    print(f"\n{format_table(cells)}\n")
+    print(json.dumps(headline(cells) | {"cells": cells, "machine": machine}))
+
+
+if __name__ == "__main__":
+    main()
