@@ -183,11 +183,11 @@ def _length_controllers(
     if speculative.num_speculative_tokens_per_batch_size is not None:
         controllers.append(BatchSizeTable(speculative.num_speculative_tokens_per_batch_size))
     if speculative.adaptive:
-        config = scheduler.config
+        config, pool = scheduler.config, scheduler.kv_cache.block_pool
+        # Slots, not what a request may grow to: the last token of one that ends needs none.
+        max_context = min(config.max_model_len, pool.num_usable_blocks * scheduler.kv_cache.block_size)
         try:
-            times = measure_step_times(
-                runner, max_rows=config.max_num_batched_tokens, max_context=scheduler.max_total_tokens
-            )
+            times = measure_step_times(runner, max_rows=config.max_num_batched_tokens, max_context=max_context)
         except Exception:  # whatever a model raises is a matter of the requests that it will raise for
             logger.exception("the model could not be timed; drafts keep their full length")
             return controllers

@@ -58,7 +58,7 @@ def measure_step_times(
     Args:
         runner: of an engine that has no requests yet.
         max_rows: rows that a step may have.
-        max_context: tokens that the KV cache and a row of the token table have room for.
+        max_context: tokens that there are KV slots for, in blocks 1, 2, ..., and positions.
         clock: seconds.
         budget_s: after so many seconds no further step is begun, but for the first few shapes.
 

@@ -16,6 +16,7 @@ from engine_v1.engine import core
 from engine_v1.kernels import decoder
 from engine_v1.platforms.cpu import BACKEND_SWITCH
 from engine_v1.tokenizer import Tokenizer
+from engine_v1.worker.calibration import measure_step_times
 
 kernels_only = pytest.mark.skipif(
     os.environ.get(BACKEND_SWITCH) == "torch", reason="torch's matrix products depend on the number of rows"
@@ -41,18 +42,23 @@ class Case:
     preempt: bool  # a pool too small for all requests at once
     lookup: tuple[int, int]  # prompt_lookup_min, prompt_lookup_max
     k: int  # num_speculative_tokens
+    adaptive: bool  # draft lengths by the clock, other ones in every run
 
     def __str__(self):
         pool = "tight pool" if self.preempt else "roomy pool"
         n_min, n_max = self.lookup
         sizes = f"budget {self.budget}, blocks of {self.block_size}"
-        return f"{sizes}, cache {self.cache}, {pool}, n {n_min}..{n_max}, k {self.k}"
+        length = "up to" if self.adaptive else "always"
+        return f"{sizes}, cache {self.cache}, {pool}, n {n_min}..{n_max}, k {length} {self.k}"
 
 
+# Every combination of the others, with adaptive lengths in every second of them.
 FULL_CROSS = [
-    Case(*values)
-    for values in itertools.product(
-        (16, 64, 2048), ("off", "on", "warm"), (4, 16), (False, True), ((1, 1), (2, 4), (3, 5)), (1, 5, 10)
+    Case(*values, adaptive=bool(number % 2))
+    for number, values in enumerate(
+        itertools.product(
+            (16, 64, 2048), ("off", "on", "warm"), (4, 16), (False, True), ((1, 1), (2, 4), (3, 5)), (1, 5, 10)
+        )
     )
 ]
 
@@ -80,6 +86,15 @@ def one_loaded_model(demo_model_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "load_model", functools.cache(core.load_model))
         patch.setattr(decoder, "PackedWeights", functools.cache(decoder.PackedWeights))
+        measured = {}  # by what is computed; the same steps take the same time in every engine
+
+        def measure_once(runner, **options):
+            key = runner.backend.decoder.weight_bytes if hasattr(runner.backend, "decoder") else None
+            if key not in measured:
+                measured[key] = measure_step_times(runner, **options)
+            return measured[key]
+
+        patch.setattr(core, "measure_step_times", measure_once)
         yield
 
 
@@ -118,7 +133,7 @@ def answer(case, speculative_config):
 
 @functools.cache
 def plain_answer(budget, cache, block_size, preempt):
-    return answer(Case(budget, cache, block_size, preempt, (1, 1), 1), None)
+    return answer(Case(budget, cache, block_size, preempt, (1, 1), 1, adaptive=False), None)
 
 
 def check(case):
@@ -131,6 +146,7 @@ def check(case):
             "num_speculative_tokens": case.k,
             "prompt_lookup_min": n_min,
             "prompt_lookup_max": n_max,
+            "adaptive": case.adaptive,
         },
     )
     # What moves rows about changes no token either. Cached tokens are the one thing that the cache changes.
@@ -168,16 +184,22 @@ def test_the_questions_outgrow_several_blocks():
     assert sum(len(tokens) >= 64 for tokens, *_ in reference) >= 3
 
 
-SPECULATION = {"method": "ngram"}
+SPECULATION = {"method": "ngram", "adaptive": False}
+ADAPTIVE = {"method": "ngram"}
 # What may be different between two runs, and must not be seen: options of the engine, speculation, and how often the
 # prompts are asked (a second time finds them in the prefix cache). The pool's size is in tokens per prompt.
 VARIATIONS = {
     "speculation": ({}, SPECULATION),
-    "speculation, long drafts": ({}, {"method": "ngram", "num_speculative_tokens": 12, "prompt_lookup_max": 2}),
+    "speculation, long drafts": (
+        {},
+        {"method": "ngram", "num_speculative_tokens": 12, "prompt_lookup_max": 2, "adaptive": False},
+    ),
+    "adaptive": ({}, ADAPTIVE),
     "one at a time": ({"max_num_seqs": 1}, None),
     "one at a time, speculation": ({"max_num_seqs": 1}, SPECULATION),
     "chunks of 16": ({"max_num_seqs": 8, "max_num_batched_tokens": 16}, None),
     "chunks of 48, speculation": ({"max_num_seqs": 8, "max_num_batched_tokens": 48}, SPECULATION),
+    "chunks of 48, adaptive": ({"max_num_seqs": 8, "max_num_batched_tokens": 48}, ADAPTIVE),
     "blocks of 5": ({"block_size": 5}, SPECULATION),
     "warm cache": ({"times": 2}, None),
     "warm cache, speculation": ({"times": 2}, SPECULATION),

@@ -1,8 +1,12 @@
-"""What the engine's step tells the proposer about requests that come and go."""
+"""What the engine's step tells the proposer, and how an engine is put together."""
 
+from engine_v1 import LLM, SamplingParams
 from engine_v1.core.scheduler_output import ModelRunnerOutput
+from engine_v1.engine import core as engine_core
 from engine_v1.engine.core import EngineCore
 from engine_v1.spec_decode.proposer import Proposer
+from engine_v1.worker.calibration import measure_step_times
+from tests.checkpoints import CYCLE_PROMPT, cycle_successor, letter_tokenizer, write_successor_model
 from tests.factories import make_request, make_scheduler
 
 
@@ -81,3 +85,35 @@ class TestProposerHooks:
         assert diary.notes == [("released", "r0")]
         run(core)
         assert diary.notes[1:] == [("released", "r0"), ("finished", "r0", 3)]
+
+
+def test_timing_the_model_stays_within_the_kv_cache(tmp_path, monkeypatch):
+    """A pool of two usable blocks of 4: contexts of 8 tokens are timed, not of the 9 a request may reach."""
+    seen = []
+
+    def measure(runner, *, max_rows, max_context):
+        seen.append((max_rows, max_context))
+        return measure_step_times(runner, max_rows=max_rows, max_context=max_context)
+
+    monkeypatch.setattr(engine_core, "measure_step_times", measure)
+    model = write_successor_model(tmp_path, cycle_successor, letter_tokenizer())
+    options = {"num_gpu_blocks_override": 3, "block_size": 4, "max_num_batched_tokens": 16}
+    with LLM(str(model), dtype="float32", speculative_config={"method": "ngram"}, **options) as llm:
+        assert llm._engine.scheduler.max_total_tokens == 9
+    assert seen == [(16, 8)]
+
+
+def test_a_model_that_cannot_be_timed_is_used_all_the_same(tmp_path, monkeypatch, caplog):
+    """Whatever it raises at token 0 is not the engine's end: drafts keep their length, and the log says why."""
+
+    def fail(*_args, **_options):
+        raise ArithmeticError("token 0 is too much")
+
+    monkeypatch.setattr(engine_core, "measure_step_times", fail)
+    model = write_successor_model(tmp_path, cycle_successor, letter_tokenizer())
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    with LLM(str(model), dtype="float32", speculative_config={"method": "ngram"}) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": CYCLE_PROMPT}], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == [3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4]
+    assert output.outputs[0].spec_decode_metrics.per_step_drafted == [0, 5, 4]
+    assert "token 0 is too much" in caplog.text
