@@ -66,17 +66,20 @@ class BatchSizeTable(LengthController):
 class _RowState:
     """What is known about the guesses for the request in one row of the token table."""
 
-    __slots__ = ("log_odds", "match_length", "owner", "rest")
+    __slots__ = ("drawn", "log_odds", "match_length", "owner", "rest")
 
     def __init__(self) -> None:
         self.owner: Request | None = None
+        self.drawn = False  # whether its logits are stored, and with them those of its step
         self.log_odds = 0.0
         self.match_length = 0  # tokens up to now that agreed with the guesses
         self.rest: list[int] = []  # what the last guess says comes next
 
     def take(self, request: Request) -> None:
         """Start anew for another request."""
+        params = request.sampling_params
         self.owner = request
+        self.drawn = not params.greedy or params.logprobs is not None or request.grammar is not None
         self.log_odds = 0.0
         self.match_length = 0
         self.rest = []
@@ -140,13 +143,14 @@ class AdaptiveLength(LengthController):
                 continue
             num_decoding += 1
             num_keys += request.num_tokens
-            params = request.sampling_params
-            if not params.greedy or params.logprobs is not None:
-                self._drawn = True
+            state = self._states[request.row]
+            if state.owner is not request:
+                state.take(request)
+            self._drawn |= state.drawn
             if request._spec_source == FORCED_SOURCE:
                 num_forced += len(request._spec_token_ids)
             elif request._spec_token_ids:
-                self._guesses.append(self._guess(request))
+                self._guesses.append(_guess(request, state))
         if not self._guesses:
             return
         for request in islice(waiting, self._num_rows - len(running)):
@@ -154,22 +158,6 @@ class AdaptiveLength(LengthController):
             num_prompt_tokens += request.num_tokens
         num_other = min(num_prompt_tokens, self._max_num_batched_tokens - num_decoding) + num_forced
         self._choose(num_decoding, num_keys, num_prompts, num_other)
-
-    def _guess(self, request: Request) -> _Guess:
-        """Note a draft, and how many tokens before it agree with where it comes from."""
-        state = self._states[request.row]
-        if state.owner is not request:
-            state.take(request)
-        draft, match_length = request._spec_token_ids, request._spec_match_length
-        # A lookup of at most n tokens reports at most n. A draft that says what the last one said has matched all
-        # that the last one has.
-        if (
-            state.match_length > match_length
-            and draft[: len(state.rest)] == state.rest
-            and (state.rest or match_length > 1)
-        ):
-            match_length = state.match_length
-        return _Guess(request, state, request.num_output_tokens, request._spec_source, draft, match_length)
 
     def _choose(self, num_decoding: int, num_keys: int, num_prompts: int, num_other: int) -> None:
         """Give every request its share of the draft rows that pay.
@@ -262,3 +250,14 @@ class AdaptiveLength(LengthController):
         if request.step_drafted[-1]:
             saved_s = request.step_accepted[-1] * self._token_s - request.step_drafted[-1] * self._draft_row_s
             request.spec_time_saved_s += saved_s
+
+
+def _guess(request: Request, state: _RowState) -> _Guess:
+    """Note a draft, and how many tokens before it agree with where it comes from."""
+    draft, match_length = request._spec_token_ids, request._spec_match_length
+    # A lookup of at most n tokens reports at most n. A draft that says what the last one said has matched all that the
+    # last one has.
+    goes_on = draft[: len(state.rest)] == state.rest if state.rest else match_length > 1
+    if goes_on and state.match_length > match_length:
+        match_length = state.match_length
+    return _Guess(request, state, request.num_output_tokens, request._spec_source, draft, match_length)

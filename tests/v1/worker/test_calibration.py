@@ -37,7 +37,7 @@ class FakeBackend:
 
 def measure(budget_s, *, max_rows=4096, max_context=4096):
     backend = FakeBackend()
-    runner = GPUModelRunner(backend, TokenTable(4, 4096), block_size=16)
+    runner = GPUModelRunner(backend, TokenTable(4, 4096), block_size=16, vocab_size=64)
     times = measure_step_times(
         runner, max_rows=max_rows, max_context=max_context, clock=backend.clock, budget_s=budget_s
     )
@@ -73,7 +73,7 @@ def test_nothing_is_tried_that_has_no_room():
 def test_a_bad_moment_is_measured_again():
     """Rounds are repeated, and the shortest time of a size counts."""
     backend = FakeBackend()
-    runner = GPUModelRunner(backend, TokenTable(4, 4096), block_size=16)
+    runner = GPUModelRunner(backend, TokenTable(4, 4096), block_size=16, vocab_size=64)
     forward = backend.forward
 
     def slow_at_first(self, *args):
