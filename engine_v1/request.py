@@ -96,6 +96,7 @@ class Request:
         assert prompt_token_ids, "a request has at least one prompt token"
         assert max_tokens >= 1, "a request generates at least one token"
         self.request_id = request_id
+        self.parent_id = request_id  # what the caller calls it; the samples of one prompt share it
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.sampling_params = sampling_params

@@ -25,7 +25,6 @@ class RequestOutputKind(Enum):
 
 # What is not built yet, with the values that ask for nothing. A feature that gets built leaves this table.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "prompt_logprob_token_ids": (None,),
     "prompt_logprob_start": (None, 0),
     "logprob_token_ids": (None,),
@@ -51,7 +50,7 @@ class SamplingParams:
         UnknownOptionError: if a name does not exist (a ValueError and a TypeError).
     """
 
-    n: int = 1  # outputs per prompt
+    n: int = 1  # outputs per prompt, sampled independently of each other
     presence_penalty: float = 0.0  # taken once from the logit of a token that is in the output
     frequency_penalty: float = 0.0  # taken from it for each time it is
     repetition_penalty: float = 1.0  # divides the logit of a token of prompt or output, or multiplies a negative one

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from engine_v1.engine.llm_engine import LLMEngine
-from engine_v1.engine.output_processor import OutputCursor
+from engine_v1.engine.parent_request import ParentCursor, ParentRequest
 from engine_v1.outputs import CompletionOutput, RequestOutput
 from engine_v1.request import Request
 from engine_v1.sampling_params import RequestOutputKind
@@ -35,9 +35,9 @@ class OutputStream:
         loop: the event loop that the reader runs in.
     """
 
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, request: ParentRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
-        self.cursor = OutputCursor.of(request)
+        self.cursor = ParentCursor(request)
         self._loop = loop
         self._lock = threading.Lock()
         self._pending: RequestOutput | EngineDeadError | None = None
@@ -182,13 +182,13 @@ class EngineThread:
             _run_command(*command)
 
     def _deliver(self, updated: list[Request]) -> None:
-        for request in updated:
-            stream = self._streams[request.request_id]
-            output = self._engine.next_output(request, stream.cursor)
+        for request_id in dict.fromkeys(request.parent_id for request in updated):
+            stream = self._streams[request_id]
+            output = self._engine.next_output(stream.request, stream.cursor)
             if output is not None:
                 stream.put(output)
-            if request.is_finished:
-                del self._streams[request.request_id]
+            if stream.request.is_finished:
+                del self._streams[request_id]
 
     def _abort(self, streams: list[OutputStream]) -> None:
         self._deliver(self._engine.abort([stream.request for stream in streams]))

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -134,7 +134,7 @@ class InputProcessor:
         *,
         add_special_tokens: bool = True,
     ) -> list[Request]:
-        """Return one request per prompt, in the caller's order.
+        """Return the requests of each prompt, one for each of its n samples, in the caller's order.
 
         Args:
             prompts: a text, a list of token ids, a dictionary with "prompt" or "prompt_token_ids" and perhaps
@@ -148,18 +148,18 @@ class InputProcessor:
         listed = list_prompts(prompts)
         params_per_prompt = self._params_per_prompt(params, len(listed))
         arrival_time = time.time()
-        requests = []
+        requests: list[Request] = []
         for index, (prompt, one) in enumerate(zip(listed, params_per_prompt, strict=True)):
             try:
                 arrival_number = self._num_arrived + index
-                requests.append(
-                    self._request(prompt, one, arrival_number, arrival_time, add_special_tokens=add_special_tokens)
+                requests += self._requests(
+                    prompt, one, arrival_number, arrival_time, add_special_tokens=add_special_tokens
                 )
             except UnknownOptionError as error:
                 raise UnknownOptionError(f"prompt {index}: {error}") from error
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from error
-        self._num_arrived += len(requests)
+        self._num_arrived += len(listed)
         return requests
 
     def _params_per_prompt(
@@ -180,7 +180,7 @@ class InputProcessor:
             )
         return params
 
-    def _request(
+    def _requests(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -188,7 +188,7 @@ class InputProcessor:
         arrival_time: float,
         *,
         add_special_tokens: bool,
-    ) -> Request:
+    ) -> list[Request]:
         text, token_ids, cache_salt = self._read_prompt(prompt, add_special_tokens=add_special_tokens)
         self._check_prompt(token_ids)
         params = params.clone()
@@ -197,26 +197,34 @@ class InputProcessor:
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= self._token_ids.extra_eos_token_ids
-        detokenizer = None
-        if self._tokenizer is not None and params.detokenize:
-            detokenizer = IncrementalDetokenizer(self._tokenizer, token_ids, params, self._token_ids.special_token_ids)
-        request = Request(
-            str(arrival_number),
-            token_ids,
-            params,
-            max_tokens=self._max_tokens(params, len(token_ids)),
-            eos_token_id=None if params.ignore_eos else self._token_ids.eos_token_id,
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-            logits_rules=self._logits_rules(params),
-            cache_salt=cache_salt,
-            prompt=text,
-            detokenizer=detokenizer,
-            grammar=self._grammar(params),
-            arrival_time=arrival_time,
-        )
-        self._check_fits(request)
-        return request
+        rules = self._logits_rules(params)
+        requests = []
+        for sample_index in range(params.n):
+            if sample_index == 1 and params.prompt_logprobs is not None:  # the first sample gives them
+                params = replace(params, prompt_logprobs=None, skip_reading_prefix_cache=None)
+            detokenizer = None
+            if self._tokenizer is not None and params.detokenize:
+                special = self._token_ids.special_token_ids
+                detokenizer = IncrementalDetokenizer(self._tokenizer, token_ids, params, special)
+            request = Request(
+                str(arrival_number),
+                token_ids,
+                params,
+                max_tokens=self._max_tokens(params, len(token_ids)),
+                eos_token_id=None if params.ignore_eos else self._token_ids.eos_token_id,
+                stop_token_ids=stop_token_ids,
+                seed=seed,
+                sample_index=sample_index,
+                logits_rules=rules,
+                cache_salt=cache_salt,
+                prompt=text,
+                detokenizer=detokenizer,
+                grammar=self._grammar(params),
+                arrival_time=arrival_time,
+            )
+            requests.append(request)
+        self._check_fits(requests[0])
+        return requests
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the grammar that an output is to follow, where one is asked for."""

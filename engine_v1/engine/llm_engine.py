@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from engine_v1.engine.core import EngineCore
 from engine_v1.engine.input_processor import InputProcessor, Prompt
 from engine_v1.engine.metrics import EngineStats, Metric
-from engine_v1.engine.output_processor import OutputCursor, OutputProcessor
+from engine_v1.engine.output_processor import OutputProcessor
+from engine_v1.engine.parent_request import ParentCursor, ParentRequest, make_output, next_output
 from engine_v1.outputs import RequestOutput
 from engine_v1.request import Request
 from engine_v1.sampling_params import SamplingParams
@@ -51,17 +52,28 @@ class LLMEngine:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Request]:
-        """Return checked requests, which nothing runs yet; see :meth:`InputProcessor.process`."""
+    ) -> list[ParentRequest]:
+        """Return checked requests, one per prompt, which nothing runs yet; see :meth:`InputProcessor.process`."""
         _ = self.core  # raises if closed
         with self._input_lock:
-            return self._input_processor.process(prompts, params)
+            return ParentRequest.group(self._input_processor.process(prompts, params))
 
-    def add(self, requests: Iterable[Request]) -> None:
-        """Queue requests."""
+    def add(self, parents: Iterable[ParentRequest]) -> None:
+        """Queue requests.
+
+        Raises:
+            ValueError: an id is in use; none of them is queued then.
+        """
+        added: list[str] = []
         with self._lock:
-            for request in requests:
-                self.core.add_request(request)
+            try:
+                for parent in parents:
+                    for request in parent.requests:
+                        self.core.add_request(request)
+                        added.append(request.request_id)
+            except ValueError:
+                self.core.abort_requests(added)
+                raise
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would compute anything."""
@@ -75,25 +87,26 @@ class LLMEngine:
                 self._stats.observe(updated)
             return updated
 
-    def abort(self, requests: Iterable[Request]) -> list[Request]:
+    def abort(self, parents: Iterable[ParentRequest]) -> list[Request]:
         """End requests and return those that had not finished; after close() there are none."""
         with self._lock:
             if self._core is None:
                 return []
-            aborted = self._core.abort_requests(r.request_id for r in requests if not r.is_finished)
+            running = [r for parent in parents for r in parent.requests if not r.is_finished]
+            aborted = self._core.abort_requests(request.request_id for request in running)
             if self._stats is not None:
                 self._stats.observe(aborted)
             return aborted
 
-    def make_output(self, request: Request) -> RequestOutput:
+    def make_output(self, parent: ParentRequest) -> RequestOutput:
         """Return all that a request has given so far."""
         with self._lock:
-            return self._output_processor.make_output(request)
+            return make_output(self._output_processor, parent)
 
-    def next_output(self, request: Request, cursor: OutputCursor) -> RequestOutput | None:
-        """Return the next output for a reader; see :meth:`OutputProcessor.next_output`."""
+    def next_output(self, parent: ParentRequest, cursor: ParentCursor) -> RequestOutput | None:
+        """Return the next output for a reader; see :func:`engine_v1.engine.parent_request.next_output`."""
         with self._lock:
-            return self._output_processor.next_output(request, cursor)
+            return next_output(self._output_processor, parent, cursor)
 
     def get_metrics(self) -> list[Metric]:
         """Return the totals so far.

@@ -131,7 +131,8 @@ class EngineStats:
     def _observe_first_token(self, request: Request) -> None:
         assert request.first_token_time is not None, "a request with tokens has the time of its first"
         assert request.first_scheduled_time is not None, "a request with tokens was scheduled"
-        self.num_prompt_tokens += request.num_prompt_tokens
+        if request.sample_index == 0:  # n samples have one prompt
+            self.num_prompt_tokens += request.num_prompt_tokens
         waited = request.first_scheduled_time - request.arrival_time
         self._distributions["vllm:request_queue_time_seconds"].observe(waited)
         latency = request.first_token_time - request.arrival_time

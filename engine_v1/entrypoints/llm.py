@@ -21,13 +21,13 @@ from engine_v1.engine.core import EngineCore, build_engine_core
 from engine_v1.engine.input_processor import InputProcessor, Prompt, TokenIds, default_sampling_params, eos_ids
 from engine_v1.engine.llm_engine import LLMEngine
 from engine_v1.engine.metrics import EngineStats, Metric
-from engine_v1.engine.output_processor import OutputCursor, OutputProcessor
+from engine_v1.engine.output_processor import OutputProcessor
+from engine_v1.engine.parent_request import ParentCursor, ParentRequest
 from engine_v1.entrypoints.interrupts import DeferredInterrupt
 from engine_v1.models.hub import resolve_model
 from engine_v1.models.loader import load_config, load_generation_config
 from engine_v1.outputs import RequestOutput
 from engine_v1.platforms import get_platform
-from engine_v1.request import Request
 from engine_v1.sampling_params import RequestOutputKind, SamplingParams
 from engine_v1.tokenizer import Tokenizer
 
@@ -411,7 +411,7 @@ class LLM:
         reject_unknown_options(options, [*own, *_NEUTRAL_CALL_OPTIONS], method.__name__)
         refuse_unless_neutral(options, _NEUTRAL_CALL_OPTIONS, method.__name__)
 
-    def _admit(self, requests: list[Request]) -> None:
+    def _admit(self, requests: list[ParentRequest]) -> None:
         with DeferredInterrupt():
             self.llm_engine.add(requests)
 
@@ -420,11 +420,11 @@ class LLM:
         with DeferredInterrupt():
             self.llm_engine.step()
 
-    def _abort(self, requests: list[Request]) -> None:
+    def _abort(self, requests: list[ParentRequest]) -> None:
         with DeferredInterrupt():
             self.llm_engine.abort(requests)
 
-    def _run(self, requests: list[Request], *, use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+    def _run(self, requests: list[ParentRequest], *, use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         """Run requests to their end."""
         progress = _Progress(len(requests), use_tqdm if callable(use_tqdm) else tqdm) if use_tqdm else None
         try:
@@ -445,10 +445,10 @@ class LLM:
                 progress.close()
         return [self.llm_engine.make_output(request) for request in requests]
 
-    def _stream(self, requests: list[Request], output_kind: RequestOutputKind) -> Iterator[RequestOutput]:
+    def _stream(self, requests: list[ParentRequest], output_kind: RequestOutputKind) -> Iterator[RequestOutput]:
         try:
             self._admit(requests)
-            readers = [(request, OutputCursor.of(request, output_kind)) for request in requests]
+            readers = [(request, ParentCursor(request, output_kind)) for request in requests]
             while readers:
                 # Another caller's step may have moved these requests: look before stepping.
                 has_news = False
@@ -472,13 +472,14 @@ class _Progress:
         self._bar = make_bar(total=num_requests, desc="Processed prompts", dynamic_ncols=True)
         self._num_tokens = self._num_steps = 0
 
-    def update(self, finished: list[Request]) -> None:
+    def update(self, finished: list[ParentRequest]) -> None:
         """Count requests that have just finished."""
         if not finished:
             self._bar.update(0)  # keeps the clock going
             return
-        self._num_tokens += sum(request.num_output_tokens for request in finished)
-        self._num_steps += sum(len(request.step_drafted) for request in finished)
+        samples = [request for parent in finished for request in parent.requests]
+        self._num_tokens += sum(request.num_output_tokens for request in samples)
+        self._num_steps += sum(len(request.step_drafted) for request in samples)
         seconds = self._bar.format_dict["elapsed"]
         speed = self._num_tokens / max(seconds, 1e-9)
         self._bar.postfix = f"{speed:.1f} tokens/s, {self._num_tokens / max(1, self._num_steps):.2f} tokens per step"

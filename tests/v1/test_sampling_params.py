@@ -112,7 +112,6 @@ def test_bad_values_raise(given, message):
 @pytest.mark.parametrize(
     "given",
     [
-        {"n": 2},
         {"flat_logprobs": True},
         {"extra_args": {"a": 1}},
     ],

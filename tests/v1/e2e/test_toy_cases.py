@@ -239,6 +239,45 @@ def test_skip_reading_prefix_cache_computes_the_whole_prompt(cycle_model):
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
 
 
+def test_n_samples_of_one_seed(random_model):
+    """Four different continuations, repeatable, equal under speculation; the first is what n=1 gives."""
+    params = {"temperature": 1.0, "seed": 11, "max_tokens": 24, "logprobs": 1}
+    prompt = [7, 8, 9] * 12
+    answers = []
+    for speculation in (None, SPECULATION, SPECULATION):
+        one, four = generate(
+            random_model, [prompt] * 2, [SamplingParams(**params), SamplingParams(n=4, **params)], speculation
+        )
+        assert [completion.index for completion in four.outputs] == [0, 1, 2, 3]
+        assert four.outputs[0].token_ids == one.outputs[0].token_ids
+        assert four.finished
+        answers.append([(o.token_ids, o.text, o.finish_reason, o.logprobs) for o in four.outputs])
+    assert answers[0] == answers[1] == answers[2]
+    assert len({tuple(token_ids) for token_ids, *_ in answers[0]}) == 4
+
+
+@pytest.mark.parametrize("speculation", [None, SPECULATION])
+def test_n_samples_compute_their_prefix_once(random_model, speculation):
+    """Of a prompt of 33 tokens in blocks of 4, three of four samples find the 32 in the cache; the stream is whole."""
+    prompt, params = list(range(33)), SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=10, prompt_logprobs=0)
+    with make_llm(random_model, speculation, block_size=4) as llm:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        metrics = {m.name: m for m in llm.get_metrics()}
+        assert metrics["vllm:prefix_cache_hits"].value == 3 * 32
+        assert metrics["vllm:prompt_tokens"].value == 33
+        assert metrics["vllm:generation_tokens"].value == sum(len(o.token_ids) for o in output.outputs)
+        assert len(output.prompt_logprobs) == 33
+        streamed = {i: [] for i in range(4)}
+        for part in llm.stream([prompt], params):
+            for completion in part.outputs:
+                streamed[completion.index] += completion.token_ids
+        assert part.finished
+        assert streamed == {o.index: o.token_ids for o in output.outputs}
+        for part in llm.stream([prompt], params):  # noqa: B007
+            break  # leaving early ends every sample
+        assert {m.name: m for m in llm.get_metrics()}["vllm:kv_cache_usage_perc"].value == 0.0
+
+
 def test_logprobs_of_accepted_drafts_are_the_models(cycle_model):
     """Each of 12 entries has the chosen token at -0.008067 and the next best at -5.008067."""
     output = both(cycle_model, max_tokens=12, logprobs=2)
