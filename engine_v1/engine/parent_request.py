@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Self
 
 from engine_v1.engine.output_processor import OutputCursor, OutputProcessor
@@ -29,7 +30,7 @@ class ParentRequest:
     def group(cls, requests: Sequence[Request]) -> list[Self]:
         """Return the parents of requests that stand prompt by prompt; each begins with sample 0."""
         starts = [i for i, request in enumerate(requests) if request.sample_index == 0]
-        return [cls(requests[i:j]) for i, j in zip(starts, [*starts[1:], len(requests)], strict=True)]
+        return [cls(requests[i:j]) for i, j in pairwise([*starts, len(requests)])]
 
     @property
     def request_id(self) -> str:
