@@ -9,8 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 MAX_NUM_SPECULATIVE_TOKENS = 128
+MAX_SUFFIX_CACHE_TOKENS = 1 << 24  # up to 288 bytes each
 MAX_PROMPT_LOOKUP_SPAN = 32  # values of n: each has a table per request
-SPECULATIVE_METHODS = ("ngram",)
+SPECULATIVE_METHODS = ("ngram", "suffix", "recycling", "auto")
 PROMPT_LOOKUP_TIES = ("latest", "earliest")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits")
@@ -22,6 +23,8 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
 
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _DEFAULT_LOOKUP_MAX = 4
+_DEFAULT_SPECULATIVE_TOKENS = {"ngram": 5}  # by method; drafts of the others end by themselves
+_LONGEST_SPECULATIVE_TOKENS = 16
 _DEFAULT_LOOKUP_MIN = 1
 
 
@@ -177,8 +180,10 @@ _NEUTRAL_SPECULATIVE_KEYS: dict[str, tuple[Any, ...]] = {
 class SpeculativeConfig:
     """How drafts are made. Nothing here changes what is generated, only the number of steps.
 
-    The n-gram rule: the longest n in [prompt_lookup_min, prompt_lookup_max] for which the last n tokens of a
-    request occur earlier in it; the draft is what followed there.
+    "ngram": the longest n in [prompt_lookup_min, prompt_lookup_max] for which the last n tokens of a request occur
+    earlier in it; the draft is what followed there. "suffix": what followed most often after the last tokens, in the
+    request, in outputs of earlier requests and in a corpus. "recycling": in the request and in all that is generated.
+    "auto": in all of these.
     """
 
     method: str = "ngram"
@@ -186,6 +191,10 @@ class SpeculativeConfig:
     prompt_lookup_max: int = _DEFAULT_LOOKUP_MAX
     prompt_lookup_min: int = _DEFAULT_LOOKUP_MIN
     prompt_lookup_tie: str = "latest"  # which of several earlier occurrences: "latest" or "earliest"
+    suffix_min_prob: float = 0.05  # all methods but ngram: a draft goes on while it is so likely to be right
+    suffix_cache_max_requests: int = 1000  # suffix and auto: outputs of earlier requests that are kept; 0 for none
+    suffix_cache_max_tokens: int = 65536  # and their tokens in all
+    corpus: tuple[str, ...] = ()  # suffix and auto: reference texts, or paths of files that hold them
     disable_logprobs: bool = False  # answer requests without the log probabilities they ask for
     adaptive: bool = True  # verify as much of a draft as pays by measured step times; False: all of it
     # (first, last, k): drafts of at most k tokens while first..last requests run; the one before holds between entries
@@ -210,6 +219,10 @@ class SpeculativeConfig:
                 f"lengths to look up, at most {MAX_PROMPT_LOOKUP_SPAN} are kept; raise the one or lower the other."
             )
         check_choice("prompt_lookup_tie", self.prompt_lookup_tie, PROMPT_LOOKUP_TIES)
+        check_float("suffix_min_prob", self.suffix_min_prob, "[0.001, 1]", 0.001, 1.0)
+        check_int("suffix_cache_max_requests", self.suffix_cache_max_requests, 0)
+        check_int("suffix_cache_max_tokens", self.suffix_cache_max_tokens, 0, MAX_SUFFIX_CACHE_TOKENS)
+        object.__setattr__(self, "corpus", _check_corpus(self.corpus))
         check_bool("disable_logprobs", self.disable_logprobs)
         check_bool("adaptive", self.adaptive)
         if self.num_speculative_tokens_per_batch_size is not None:
@@ -220,10 +233,10 @@ class SpeculativeConfig:
     def from_dict(cls, given: Mapping[str, Any] | None) -> "SpeculativeConfig | None":
         """Read a `speculative_config` dictionary; None stays None (no speculation).
 
-        `{"method": "ngram"}` is enough; `{"model": "ngram"}` says the same. "-" in a key counts as "_". Where
-        only one of prompt_lookup_min and prompt_lookup_max is given, the other keeps its default, moved just
-        enough to keep min <= max. Keys that vLLM has and the n-gram method does not use are accepted at their
-        defaults.
+        `{"method": "ngram"}` is enough; `{"model": "ngram"}` says the same. "-" in a key counts as "_". Without
+        num_speculative_tokens a draft has at most 5 tokens with ngram and 16 with the other methods. Where only one
+        of prompt_lookup_min and prompt_lookup_max is given, the other keeps its default, moved just enough to keep
+        min <= max. Keys that vLLM has and no method here uses are accepted at their defaults.
 
         Raises:
             ValueError: on an unknown key, a value out of bounds, or a method that does not exist here.
@@ -245,9 +258,17 @@ class SpeculativeConfig:
         refuse_unless_neutral(options, _NEUTRAL_SPECULATIVE_KEYS, "speculative_config")
         # None asks for the default of any key, as it does in vLLM.
         chosen = {name: options[name] for name in own if options.get(name) is not None}
-        chosen["method"] = _speculative_method(options)
+        method = chosen["method"] = _speculative_method(options)
+        longest = _DEFAULT_SPECULATIVE_TOKENS.get(method, _LONGEST_SPECULATIVE_TOKENS)
+        chosen.setdefault("num_speculative_tokens", longest)
         _complete_lookup_bounds(chosen)
         return cls(**chosen)
+
+
+def _check_corpus(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+        raise ValueError(f"corpus must be a list of texts or of paths of text files, got {value!r}.")
+    return tuple(value)
 
 
 def _speculative_method(options: Mapping[str, Any]) -> str:

@@ -118,6 +118,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1, 2, ...
         self.num_computed_tokens = 0
         self._spec_token_ids: list[int] = []  # drafts for the next step
+        self._spec_probs: list[float] = []  # per draft, how likely it is right if those before it are; [] if unknown
         self._spec_match_length = 0  # tokens at the end of the text that were found where the drafts come from
         self._spec_source = ""  # where they come from: "ngram", "suffix", "memory", ...
         self.row = -1  # row of the token table while running

@@ -16,10 +16,11 @@ from engine_v1.models.loader import load_model
 from engine_v1.platforms import get_platform
 from engine_v1.request import Request, RequestStatus
 from engine_v1.spec_decode.cost_model import CostModel
+from engine_v1.spec_decode.factory import make_proposer
 from engine_v1.spec_decode.grammar_proposer import GrammarProposer
 from engine_v1.spec_decode.length_controller import AdaptiveLength, BatchSizeTable, LengthController
-from engine_v1.spec_decode.ngram_proposer import NgramProposer
 from engine_v1.spec_decode.proposer import Proposer
+from engine_v1.spec_decode.successors import SuccessorTable
 from engine_v1.worker.calibration import measure_step_times
 from engine_v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -121,13 +122,16 @@ class EngineCore:
         return merged
 
 
-def build_engine_core(config: EngineConfig, model_directory: Path, decoder_config: DecoderConfig) -> EngineCore:
+def build_engine_core(
+    config: EngineConfig, model_directory: Path, decoder_config: DecoderConfig, corpus: SuccessorTable | None = None
+) -> EngineCore:
     """Load the model and put an engine together.
 
     Args:
         config: checked settings.
         model_directory: weights in Hugging Face's layout.
         decoder_config: what the model looks like.
+        corpus: what follows what in the reference texts that drafts may come from.
 
     Raises:
         ValueError: the KV cache would have fewer than two usable blocks.
@@ -159,13 +163,7 @@ def build_engine_core(config: EngineConfig, model_directory: Path, decoder_confi
     )
     proposer = None
     if speculative is not None:
-        drafter = NgramProposer(
-            token_table,
-            num_speculative_tokens=speculative.num_speculative_tokens,
-            prompt_lookup_min=speculative.prompt_lookup_min,
-            prompt_lookup_max=speculative.prompt_lookup_max,
-            prompt_lookup_tie=speculative.prompt_lookup_tie,
-        )
+        drafter = make_proposer(speculative, token_table, corpus)
         proposer = GrammarProposer(drafter, num_speculative_tokens=speculative.num_speculative_tokens)
     backend = platform.make_backend(loaded, config, num_blocks=num_blocks)
     logger.info("computing through %s", backend.describe())

@@ -29,6 +29,7 @@ from engine_v1.models.loader import load_config, load_generation_config
 from engine_v1.outputs import RequestOutput
 from engine_v1.platforms import get_platform
 from engine_v1.sampling_params import RequestOutputKind, SamplingParams
+from engine_v1.spec_decode.corpus import load_corpus
 from engine_v1.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -198,7 +199,8 @@ class LLM:
         self._chat_template = chat_template
         generation_config = load_generation_config(directory)
         self._default_params = default_sampling_params(generation_config)
-        core = build_engine_core(self.config, directory, decoder_config)
+        corpus = None if speculative is None else load_corpus(speculative.corpus, self.tokenizer)
+        core = build_engine_core(self.config, directory, decoder_config, corpus)
         self.llm_engine = self._surround(core, generation_config, decoder_config.vocab_size)
 
     def _surround(self, core: EngineCore, generation_config: Mapping[str, Any], vocab_size: int) -> LLMEngine:

@@ -31,6 +31,7 @@ class GrammarProposer(Proposer):
                 request._spec_token_ids, request.max_draft_tokens(self._num_speculative_tokens)
             )
             request._spec_token_ids = drafts
+            request._spec_probs = []
             if num_forced:
                 request._spec_source, request._spec_match_length = "grammar", 0
 

@@ -18,8 +18,9 @@ class Proposer(Protocol):
 
         Contract: only a request all of whose known tokens but the last are computed gets a draft, of at most
         ``request.max_draft_tokens(...)`` tokens. With a draft come ``_spec_match_length``, how many tokens at the
-        end of the text were found where it comes from (0 where that means nothing), and ``_spec_source``, the
-        kind of place. Nothing else of a request is written.
+        end of the text were found where it comes from (0 where that means nothing), ``_spec_source``, the
+        kind of place, and where it can be estimated ``_spec_probs``, how likely each token is right if those before it
+        are. Nothing else of a request is written.
 
         Args:
             requests: the running requests, each with its row in the token table.

@@ -28,6 +28,19 @@ class TestSpeculativeConfig:
         config = SpeculativeConfig.from_dict({"method": "ngram"})
         assert config == SpeculativeConfig("ngram", 5, 4, 1, "latest", adaptive=True)
 
+    @pytest.mark.parametrize("method,longest", [("ngram", 5), ("suffix", 16), ("recycling", 16), ("auto", 16)])
+    def test_the_longest_draft_depends_on_the_method(self, method, longest):
+        """Methods whose drafts end by themselves may go further; what is given counts."""
+        assert SpeculativeConfig.from_dict({"method": method}).num_speculative_tokens == longest
+        assert SpeculativeConfig.from_dict({"method": method, "num_speculative_tokens": 3}).num_speculative_tokens == 3
+
+    def test_a_corpus_is_a_list_of_texts(self):
+        """It may be empty, and does not change later."""
+        texts = ["a text", "a/file.txt"]
+        config = SpeculativeConfig.from_dict({"method": "auto", "corpus": texts})
+        texts.append("more")
+        assert config.corpus == ("a text", "a/file.txt")
+
     @pytest.mark.parametrize("model", ["ngram", "[ngram]"])
     def test_method_follows_from_the_model_name(self, model):
         """As in vLLM, a model called ngram says the method."""
@@ -70,6 +83,11 @@ class TestSpeculativeConfig:
             ({"method": "ngram", "num_speculative_tokens": 2.5}, "must be an integer, got 2.5"),
             ({"method": "ngram", "num_speculative_tokens": True}, "must be an integer, got True"),
             ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max must be at least 1, got 0"),
+            ({"method": "suffix", "suffix_min_prob": 0}, "suffix_min_prob must be in [0.001, 1], got 0"),
+            ({"method": "suffix", "suffix_cache_max_requests": -1}, "suffix_cache_max_requests must be at least 0"),
+            ({"method": "auto", "suffix_cache_max_tokens": 2**25}, "suffix_cache_max_tokens must be at most 16777216"),
+            ({"method": "auto", "corpus": "one text"}, "corpus must be a list of texts"),
+            ({"method": "auto", "corpus": [1]}, "corpus must be a list of texts"),
             ({"method": "ngram", "prompt_lookup_max": 33}, "are 33 lengths to look up, at most 32 are kept"),
             ({"method": "ngram", "prompt_lookup_min": -1}, "prompt_lookup_min must be at least 1, got -1"),
             ({"method": "ngram", "prompt_lookup_tie": "first"}, "one of 'latest', 'earliest', got 'first'"),

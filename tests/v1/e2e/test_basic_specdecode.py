@@ -43,13 +43,15 @@ class Case:
     lookup: tuple[int, int]  # prompt_lookup_min, prompt_lookup_max
     k: int  # num_speculative_tokens
     adaptive: bool  # draft lengths by the clock, other ones in every run
+    method: str = "ngram"
 
     def __str__(self):
         pool = "tight pool" if self.preempt else "roomy pool"
         n_min, n_max = self.lookup
         sizes = f"budget {self.budget}, blocks of {self.block_size}"
         length = "up to" if self.adaptive else "always"
-        return f"{sizes}, cache {self.cache}, {pool}, n {n_min}..{n_max}, k {length} {self.k}"
+        drafts = f"n {n_min}..{n_max}" if self.method == "ngram" else self.method
+        return f"{sizes}, cache {self.cache}, {pool}, {drafts}, k {length} {self.k}"
 
 
 # Every combination of the others, with adaptive lengths in every second of them.
@@ -59,6 +61,21 @@ FULL_CROSS = [
         itertools.product(
             (16, 64, 2048), ("off", "on", "warm"), (4, 16), (False, True), ((1, 1), (2, 4), (3, 5)), (1, 5, 10)
         )
+    )
+]
+
+# The methods that draw on more than the request: drafts then depend on what ran before, outputs never.
+METHODS = ("suffix", "recycling", "auto")
+METHOD_CASES = [
+    Case(64, "on", 16, True, (1, 1), 5, False, "suffix"),
+    Case(16, "off", 4, False, (1, 1), 10, False, "recycling"),
+    Case(2048, "warm", 16, False, (1, 1), 10, False, "auto"),
+    Case(64, "off", 4, True, (1, 1), 16, True, "auto"),
+]
+METHOD_CROSS = [
+    Case(*values)
+    for values in itertools.product(
+        (16, 2048), ("off", "warm"), (4, 16), (False, True), ((1, 1),), (1, 16), (False,), METHODS
     )
 ]
 
@@ -142,7 +159,7 @@ def check(case):
     seen, metrics = answer(
         case,
         {
-            "method": "ngram",
+            "method": case.method,
             "num_speculative_tokens": case.k,
             "prompt_lookup_min": n_min,
             "prompt_lookup_max": n_max,
@@ -165,14 +182,14 @@ def check(case):
     print(f"  equal: {case}; {accepted} of {drafted} drafted tokens accepted")
 
 
-@pytest.mark.parametrize("case", pairwise_cover(FULL_CROSS, 2), ids=str)
+@pytest.mark.parametrize("case", [*pairwise_cover(FULL_CROSS, 2), *METHOD_CASES], ids=str)
 def test_speculation_changes_no_output(case):
     """Token ids, text, finish and stop reasons and cached tokens are equal with speculation on and off."""
     check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FULL_CROSS, ids=str)
+@pytest.mark.parametrize("case", [*FULL_CROSS, *METHOD_CROSS], ids=str)
 def test_speculation_changes_no_output_full_cross(case):
     """The same for every combination of the matrix."""
     check(case)
@@ -195,6 +212,7 @@ VARIATIONS = {
         {"method": "ngram", "num_speculative_tokens": 12, "prompt_lookup_max": 2, "adaptive": False},
     ),
     "adaptive": ({}, ADAPTIVE),
+    "speculation from all sources": ({}, {"method": "auto", "adaptive": False}),
     "one at a time": ({"max_num_seqs": 1}, None),
     "one at a time, speculation": ({"max_num_seqs": 1}, SPECULATION),
     "chunks of 16": ({"max_num_seqs": 8, "max_num_batched_tokens": 16}, None),
