@@ -1,38 +1,82 @@
-"""What does an n-gram lookup cost a request, against context length and batch size?
+"""What does drafting cost a request and step, by method, context length and batch size?
 
 Every step looks up every running request, so a lookup must be small beside a step (milliseconds). Measured is
-the whole of `NgramProposer.propose`: the eligibility checks and lists in Python, and the kernel. The tokens
-are random: almost nothing matches and every row is read to its start, the worst case.
+the whole of `propose`: the eligibility checks and lists in Python, and the kernel, which first takes in the
+tokens that the last step committed. The tokens are spread as words are (few frequent ones, many rare ones), so
+some contexts match and drafts go on.
 
-"warm" calls follow each other; before each "cold" call a buffer larger than the caches is read, as a model's
-weights are between two steps, which evicts the tokens and also the interpreter itself. An engine lies between
-the two. The ceiling is the time to read the tokens once, at the bandwidth with which one thread reads a large
-array.
+"first" is a request's first lookup, which reads its whole context. The steps after it commit two tokens each.
+"warm" steps follow each other; before each "cold" one a buffer larger than the caches is read, as a model's
+weights are between two steps, which evicts the tables and also the interpreter itself. An engine lies between
+the two.
 """
 
 import argparse
 import json
-import statistics
 import time
 
 import numpy as np
 import numpy.typing as npt
 
+from engine_v1.config import SPECULATIVE_METHODS, SpeculativeConfig
 from engine_v1.core.token_table import TokenTable
-from engine_v1.entrypoints.bench_report import describe_machine, format_machine
+from engine_v1.entrypoints.bench_report import describe_machine, format_machine, format_rows
 from engine_v1.request import Request
 from engine_v1.sampling_params import SamplingParams
-from engine_v1.spec_decode.ngram_proposer import NgramProposer
+from engine_v1.spec_decode.factory import make_proposer
+from engine_v1.spec_decode.proposer import Proposer
 
 VOCAB_SIZE = 49152
-NUM_SPECULATIVE_TOKENS = 5
-PROMPT_LOOKUP_MIN = 1
-PROMPT_LOOKUP_MAX = 4
+SPREAD = 1.2  # exponent of the tokens' frequencies
+TOKENS_PER_STEP = 2
 FLUSH_BYTES = 128 << 20
 NUM_WARMUPS = 3
 STATES = ("warm", "cold")
 
-Medians = dict[str, dict[int, dict[int, float]]]  # state -> context -> batch -> microseconds per request
+
+class Load:
+    """Running requests and their proposer.
+
+    Args:
+        method: of the proposer, with its defaults.
+        num_requests: all of the same length.
+        length: known tokens at the start.
+        num_steps: for which the requests have room.
+    """
+
+    def __init__(self, method: str, num_requests: int, length: int, num_steps: int) -> None:
+        config = SpeculativeConfig.from_dict({"method": method})
+        assert config is not None, "a method is given"
+        max_tokens = TOKENS_PER_STEP * num_steps + config.num_speculative_tokens + 2
+        self.table = TokenTable(num_requests, length + max_tokens)
+        self.proposer: Proposer = make_proposer(config, self.table)
+        self.rng = np.random.default_rng(0)
+        self.requests = []
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        for index in range(num_requests):
+            request = Request(f"r{index}", self.tokens(length), params, max_tokens=max_tokens)
+            request.row = self.table.acquire(request.prompt_token_ids)
+            request.num_computed_tokens = length - 1
+            self.requests.append(request)
+
+    def tokens(self, num_tokens: int) -> list[int]:
+        """Return tokens of which few are frequent."""
+        drawn: list[int] = (self.rng.zipf(SPREAD, num_tokens) % VOCAB_SIZE).tolist()
+        return drawn
+
+    def time_us(self) -> float:
+        """Return the microseconds per request of one lookup."""
+        start = time.perf_counter()
+        self.proposer.propose(self.requests)
+        return (time.perf_counter() - start) / len(self.requests) * 1e6
+
+    def commit(self) -> None:
+        """Give every request the tokens of a step."""
+        for request in self.requests:
+            for token in self.tokens(TOKENS_PER_STEP):
+                self.table.token_ids[request.row, request.num_tokens] = token
+                request.append_output_token(token)
+            request.num_computed_tokens = request.num_tokens - 1
 
 
 def main() -> None:
@@ -40,101 +84,55 @@ def main() -> None:
     args = parse_args()
     machine = describe_machine()
     buffer = np.ones(FLUSH_BYTES // 4, np.int32)
-    bytes_per_s = read_bandwidth(buffer)
     print(__doc__.splitlines()[0])
     print(format_machine(machine))
-    print(f"one thread reads {bytes_per_s / 1e9:.1f} GB/s; {args.repeats} calls a cell after {NUM_WARMUPS} to warm up")
+    print(f"{args.repeats} steps a cell after {NUM_WARMUPS} to warm up")
 
-    medians: Medians = {}
-    for state in STATES:
-        medians[state] = {}
-        print(f"\n{state}: us per request and step, median (10th .. 90th percentile)")
-        print("".join([f"{'context':>8}{'ceiling':>9}", *(f"{f'batch {batch}':>27}" for batch in args.batches)]))
-        for length in args.contexts:
-            medians[state][length] = {}
-            proposer, requests = make_requests(max(args.batches), length, args.tie)
-            line = f"{length:>8}{length * 4 / bytes_per_s * 1e6:>9.2f}"
-            for batch in args.batches:
-                flush = buffer if state == "cold" else None
-                times_us = measure(proposer, requests[:batch], args.repeats, flush)
-                low, median, high = np.percentile(times_us, [10, 50, 90])
-                medians[state][length][batch] = round(float(median), 3)
-                line += f"{median:.2f} ({low:.2f} .. {high:.2f})".rjust(27)
-            print(line, flush=True)
+    results: dict[str, dict[str, float]] = {}
+    for batch in args.batches:
+        rows = [["method", "context", "first ms", *(f"{state}: median us (10 %, 90 %)" for state in STATES)]]
+        for method in args.methods:
+            for length in args.contexts:
+                first_us, times_us = measure(method, batch, length, args.repeats, buffer)
+                row = [method, str(length), f"{first_us / 1000:.2f}"]
+                cell = {"first_us": round(first_us, 1)}
+                for state in STATES:
+                    low, median, high = np.percentile(times_us[state], [10, 50, 90])
+                    cell[f"{state}_us"] = round(float(median), 2)
+                    row.append(f"{median:.2f} ({low:.2f}, {high:.2f})")
+                rows.append(row)
+                results[f"{method}, context {length}, batch {batch}"] = cell
+        print(f"\nper request and step, {batch} requests at a time\n{format_rows(rows)}", flush=True)
     print()
-    print(json.dumps(figures(medians, bytes_per_s) | {"machine": machine}))
+    print(json.dumps({"per_request": results, "machine": machine}))
 
 
 def parse_args() -> argparse.Namespace:
     """Return the settings of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    contexts = [1024 << n for n in range(8)]  # 1k .. 128k
-    parser.add_argument("--contexts", type=int, nargs="+", default=contexts, help="known tokens of each request")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="requests a call")
-    parser.add_argument("--repeats", type=int, default=50, help="calls a cell (default 50)")
-    parser.add_argument("--tie", choices=["latest", "earliest"], default="latest", help="which match is taken")
+    parser.add_argument("--methods", nargs="+", choices=SPECULATIVE_METHODS, default=list(SPECULATIVE_METHODS))
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1 << 10, 1 << 14, 1 << 17], help="known tokens")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="requests at a time")
+    parser.add_argument("--repeats", type=int, default=50, help="steps a cell (default 50)")
     return parser.parse_args()
 
 
-def make_requests(num_requests: int, length: int, tie: str) -> tuple[NgramProposer, list[Request]]:
-    """Return running requests of `length` random tokens each, and their proposer."""
-    table = TokenTable(num_requests, length + NUM_SPECULATIVE_TOKENS)
-    proposer = NgramProposer(
-        table,
-        num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
-        prompt_lookup_min=PROMPT_LOOKUP_MIN,
-        prompt_lookup_max=PROMPT_LOOKUP_MAX,
-        prompt_lookup_tie=tie,
-    )
-    rng = np.random.default_rng(0)
-    params = SamplingParams(temperature=0.0, max_tokens=1024)
-    requests = []
-    for index in range(num_requests):
-        request = Request(f"r{index}", [0] * length, params, max_tokens=1024)  # only its length is read
-        request.num_computed_tokens = length - 1
-        request.row = table.acquire([0] * length)
-        table.token_ids[request.row, :length] = rng.integers(0, VOCAB_SIZE, length)
-        requests.append(request)
-    return proposer, requests
-
-
 def measure(
-    proposer: NgramProposer, requests: list[Request], num_calls: int, flush: npt.NDArray[np.int32] | None
-) -> list[float]:
-    """Return microseconds per request of each call, after a few that do not count."""
-    times_us = []
-    for _ in range(NUM_WARMUPS + num_calls):
-        if flush is not None:
-            flush.max()
-        start = time.perf_counter()
-        proposer.propose(requests)
-        times_us.append((time.perf_counter() - start) / len(requests) * 1e6)
-    return times_us[NUM_WARMUPS:]
-
-
-def read_bandwidth(array: npt.NDArray[np.int32]) -> float:
-    """Return the bytes per second at which one thread reads an array, the median of several passes."""
-    rates = []
-    for _ in range(9):
-        start = time.perf_counter()
-        array.max()
-        rates.append(array.nbytes / (time.perf_counter() - start))
-    return statistics.median(rates)
-
-
-def figures(medians: Medians, bytes_per_s: float) -> dict[str, object]:
-    """Return what the last line says, for the smallest batch; `growth` is the longest context over the shortest."""
-    short, long = min(medians["warm"]), max(medians["warm"])
-    batch = min(medians["warm"][short])
-    result: dict[str, object] = {}
+    method: str, batch: int, length: int, num_steps: int, buffer: npt.NDArray[np.int32]
+) -> tuple[float, dict[str, list[float]]]:
+    """Return microseconds per request of the first lookup, and of each step by state."""
+    load = Load(method, batch, length, len(STATES) * (NUM_WARMUPS + num_steps))
+    first_us = load.time_us()
+    times_us: dict[str, list[float]] = {}
     for state in STATES:
-        suffix = "" if state == "warm" else "_cold"
-        first, last = medians[state][short][batch], medians[state][long][batch]
-        result[f"us_per_request_{short // 1024}k{suffix}"] = first
-        result[f"us_per_request_{long // 1024}k{suffix}"] = last
-        result[f"growth{suffix}"] = round(last / first, 2)
-        result[f"ns_per_token{suffix}"] = round((last - first) / max(1, long - short) * 1000, 4)
-    return result | {"read_gb_per_s": round(bytes_per_s / 1e9, 2), "us_per_request": medians}
+        times_us[state] = []
+        for _ in range(NUM_WARMUPS + num_steps):
+            load.commit()
+            if state == "cold":
+                buffer.max()
+            times_us[state].append(load.time_us())
+        del times_us[state][:NUM_WARMUPS]
+    return first_us, times_us
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from engine_v1.entrypoints.bench_report import (
     report,
 )
 from engine_v1.entrypoints.cli import DEFAULT_MODEL
+from engine_v1.entrypoints.records import Record, write_records
 from engine_v1.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     run = parser.add_argument_group("measurement")
     run.add_argument("--compare-no-spec", action="store_true", help="run without speculation too, on fresh engines")
     run.add_argument("--repeats", type=int, default=1, help="runs (pairs, if compared) of which to take the median")
+    run.add_argument("--record", type=Path, help="write prompts and outputs to this file, for engine-v1 replay")
     run.add_argument("--output-json", type=Path, help="write the figures to this file too")
     return parser
 
@@ -177,7 +179,8 @@ def measure(args: argparse.Namespace, prompts: Sequence[BenchPrompt], speculativ
         ignore_eos = args.ignore_eos or args.dataset == "random"
         options = {"temperature": 0.0, "max_tokens": args.max_tokens, "ignore_eos": ignore_eos}
         warm_up(llm, args.max_num_seqs, prompts)
-        run = generate(llm, prompts, SamplingParams(**options | args.sampling_params), start_s=start_s)
+        params = SamplingParams(**options | args.sampling_params)
+        run = generate(llm, prompts, params, start_s=start_s, record=args.record)
     name = "without speculation" if speculative_config is None else f"with {json.dumps(speculative_config)}"
     print(f"{name}: {run.wall_s:.2f} s, engine made in {start_s:.2f} s", flush=True)
     del llm
@@ -186,7 +189,7 @@ def measure(args: argparse.Namespace, prompts: Sequence[BenchPrompt], speculativ
 
 
 def warm_up(llm: "LLM", max_num_seqs: int, prompts: Sequence[BenchPrompt] = ()) -> None:
-    """Generate a few tokens for as many requests as run at a time.
+    """Generate a few tokens for as many requests as run at a time, under a cache_salt that no other request has.
 
     Args:
         llm: the engine.
@@ -194,11 +197,20 @@ def warm_up(llm: "LLM", max_num_seqs: int, prompts: Sequence[BenchPrompt] = ()) 
         prompts: whose first ones are used; none: a short text.
     """
     inputs = [_to_input(llm, prompt) for prompt in prompts[:max_num_seqs]] or ["Once upon a time"] * max_num_seqs
+    # What is generated here must not be drafted for the requests that are measured.
+    inputs = [({"prompt": one} if isinstance(one, str) else one) | {"cache_salt": "warm-up"} for one in inputs]
     params = SamplingParams(temperature=0.0, max_tokens=WARMUP_TOKENS, ignore_eos=True)
     llm.generate(inputs, params, use_tqdm=False)
 
 
-def generate(llm: "LLM", prompts: Sequence[BenchPrompt], params: SamplingParams, *, start_s: float = 0.0) -> Run:
+def generate(
+    llm: "LLM",
+    prompts: Sequence[BenchPrompt],
+    params: SamplingParams,
+    *,
+    start_s: float = 0.0,
+    record: Path | None = None,
+) -> Run:
     """Generate for all prompts; the clock starts with rendered prompts in hand and stops with the last output.
 
     Args:
@@ -206,11 +218,15 @@ def generate(llm: "LLM", prompts: Sequence[BenchPrompt], params: SamplingParams,
         prompts: what to answer.
         params: for all of them.
         start_s: seconds in which the engine was made, for the record.
+        record: write prompts and outputs to this file.
     """
     inputs = [_to_input(llm, prompt) for prompt in prompts]
     before = time.perf_counter()
     outputs = llm.generate(inputs, params, use_tqdm=False)
     wall_s = time.perf_counter() - before
+    if record is not None:
+        pairs = zip(outputs, prompts, strict=True)
+        write_records(record, [Record.from_output(o, params.max_tokens, p.category) for o, p in pairs])
     results = (RequestResult.from_output(p.category, o) for p, o in zip(prompts, outputs, strict=True))
     return Run(tuple(results), wall_s=wall_s, start_s=start_s)
 

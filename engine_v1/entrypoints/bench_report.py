@@ -210,8 +210,13 @@ def format_table(figures: Mapping[str, Any]) -> str:
         line += [f"{group['acceptance_rate']:.0%}", f"{group['prefill_s']:.2f}", f"{group['decode_s']:.2f}"]
         line.append(" ".join(f"{rate:.2f}" for rate in group["acceptance_per_position"]) or "-")
         lines.append([str(cell) for cell in line])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(_format_line(line, widths) for line in lines)
+    return format_rows(lines)
+
+
+def format_rows(rows: Sequence[Sequence[str]]) -> str:
+    """Lay rows of cells out in columns, the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(_format_line(row, widths) for row in rows)
 
 
 def describe_machine() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The command line: engine-v1 generate, chat, demo and bench."""
+"""The command line: engine-v1 generate, chat, demo, bench and replay."""
 
 import argparse
 import logging
@@ -30,6 +30,7 @@ examples:
   engine-v1 generate --prompt "Hello" --speculative-config null
   engine-v1 chat --system "Answer in one sentence."
   engine-v1 bench --dataset random --num-prompts 16 --compare-no-spec
+  engine-v1 replay --outputs outputs.jsonl
 """
 
 
@@ -42,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from engine_v1.entrypoints.bench import main as bench  # has options of its own
 
             return bench(arguments[1:])
+        if arguments[:1] == ["replay"]:
+            from engine_v1.entrypoints.replay import main as replay
+
+            return replay(arguments[1:])
         args = _parser().parse_args(arguments)
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -74,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"engine-v1 {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,demo,bench}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,demo,bench,replay}")
 
     generate = commands.add_parser("generate", help="continue a prompt", description="Continue a prompt.")
     source = generate.add_mutually_exclusive_group()
@@ -82,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt-file", type=Path, help="a text file that is the prompt")
     generate.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     generate.add_argument("--quiet", action="store_true", help="print no line of statistics")
+    generate.add_argument("--record", type=Path, help="append prompt and output to this file, for engine-v1 replay")
     _add_engine_options(generate)
     _add_sampling_options(generate)
     generate.set_defaults(run=_generate)
@@ -116,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     commands.add_parser("bench", help="measure throughput (engine-v1 bench --help)", add_help=False)
+    commands.add_parser("replay", help="compare drafters on recorded outputs (--help)", add_help=False)
     return parser
 
 
@@ -227,28 +234,34 @@ def _generate(args: argparse.Namespace) -> int:
         params = _sampling_params(args, llm.get_default_sampling_params())
         if args.chat:
             [prompt] = llm.preprocess_chat([{"role": "user", "content": prompt}])
-        _stream(llm, prompt, params, quiet=args.quiet)
+        _stream(llm, prompt, params, quiet=args.quiet, record=args.record)
     return 0
 
 
-def _stream(llm: "LLM", prompt: Any, params: SamplingParams, *, quiet: bool) -> str:
+def _stream(llm: "LLM", prompt: Any, params: SamplingParams, *, quiet: bool, record: Path | None = None) -> str:
     """Print text as it is committed, then one line of statistics on standard error; return the text.
 
     Raises:
         RuntimeError: the request ended with an error.
     """
-    started, text, num_tokens, last = time.perf_counter(), "", 0, None
+    started, text, last = time.perf_counter(), "", None
+    token_ids: list[int] = []
     for last in llm.stream(prompt, params):
         [completion] = last.outputs
         text += completion.text
-        num_tokens += len(completion.token_ids)
+        token_ids += completion.token_ids
         print(completion.text, end="", flush=True)
     print(flush=True)
     assert last is not None, "a stream ends with the output that says why"
     if last.outputs[0].finish_reason == "error":
         raise RuntimeError(f"the request failed: {last.outputs[0].stop_reason}")
+    if record is not None:
+        from engine_v1.entrypoints.records import Record, write_records
+
+        one = Record(last.prompt_token_ids, token_ids, max_tokens=params.max_tokens)
+        write_records(record, [one], append=True)
     if not quiet:
-        print(_statistics(last, num_tokens, time.perf_counter() - started), file=sys.stderr)
+        print(_statistics(last, len(token_ids), time.perf_counter() - started), file=sys.stderr)
     return text
 
 

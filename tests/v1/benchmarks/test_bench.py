@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_v1.entrypoints import bench
+from engine_v1.entrypoints.records import Record, read_records
 from engine_v1.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 
@@ -33,7 +34,8 @@ class FakeLLM:
         return ["".join(message["content"] for message in messages)]
 
     def generate(self, prompts, params, *, use_tqdm):
-        prompts = [[ord(c) for c in p] if isinstance(p, str) else p["prompt_token_ids"] for p in prompts]
+        prompts = [p if isinstance(p, dict) else {"prompt": p} for p in prompts]
+        prompts = [p.get("prompt_token_ids") or [ord(c) for c in p["prompt"]] for p in prompts]
         self.calls.append((prompts, params))
         return [
             RequestOutput(
@@ -135,6 +137,17 @@ def test_figures_are_written_to_a_file(engines, capsys, tmp_path):
     path = tmp_path / "figures.json"
     figures = run(capsys, "--num-prompts", "1", "--output-json", str(path))
     assert json.loads(path.read_text()) == figures
+
+
+def test_outputs_are_recorded_for_replay(engines, capsys, tmp_path):
+    """Prompts, outputs, categories and what might have been generated, in the prompts' order."""
+    path, load = tmp_path / "outputs.jsonl", tmp_path / "load.jsonl"
+    load.write_text("\n".join(map(json.dumps, [{"prompt": "abc", "category": "x"}, {"prompt_token_ids": [1, 2]}])))
+    run(capsys, "--dataset", "jsonl", "--dataset-path", str(load), "--max-tokens", "2", "--record", str(path))
+    assert read_records(path) == [
+        Record([97, 98, 99], [97, 98], "x", max_tokens=2),
+        Record([1, 2], [1, 2], "jsonl", max_tokens=2),
+    ]
 
 
 @pytest.mark.parametrize(

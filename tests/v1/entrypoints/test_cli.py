@@ -10,6 +10,7 @@ import pytest
 import engine_v1.entrypoints.llm
 from engine_v1 import CompletionOutput, RequestOutput, SamplingParams, SpecDecodeMetrics
 from engine_v1.entrypoints import cli
+from engine_v1.entrypoints.records import Record, read_records
 
 
 class StubLLM:
@@ -58,6 +59,14 @@ def test_generate_streams_text_and_ends_with_statistics(capsys):
     assert printed.out == "hello\n"
     assert printed.err.startswith("[3 tokens in ")
     assert printed.err.endswith("1.50 tokens per step, 1 of 1 draft tokens accepted; finished by length]\n")
+
+
+def test_what_is_generated_can_be_recorded(tmp_path):
+    """Each call adds a line to the file, for replay."""
+    path = tmp_path / "outputs.jsonl"
+    for _ in range(2):
+        assert cli.main(["generate", "--prompt", "say hello", "--max-tokens", "5", "--record", str(path)]) == 0
+    assert read_records(path) == [Record([9], [1, 2, 3], max_tokens=5)] * 2
 
 
 def test_options_reach_engine_and_request():
@@ -200,7 +209,7 @@ def test_help_has_examples(capsys):
         cli.main(["--help"])
     assert exit_info.value.code == 0
     printed = capsys.readouterr().out
-    assert all(f"engine-v1 {command}" in printed for command in ("generate", "chat", "demo", "bench"))
+    assert all(f"engine-v1 {command}" in printed for command in ("generate", "chat", "demo", "bench", "replay"))
 
 
 @pytest.mark.parametrize("module", ["engine_v1", "engine_v1.entrypoints.cli"])
