@@ -60,6 +60,10 @@ class SpecDecodeMetrics:
     # Seconds that drafts have saved, less what their rows took, as the engine's model of step times has it. An
     # estimate: nothing was run twice. Negative where drafts were rejected more than expected; 0.0 for fixed lengths.
     estimated_time_saved_s: float = 0.0
+    # Of the request's prediction: tokens that appeared in the output so far, and tokens that did not, whether they were
+    # drafted or not. 0 without a prediction.
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     @property
     def num_steps(self) -> int:

@@ -6,6 +6,7 @@ from typing import Protocol
 from engine_v1.core.scheduler_output import TokenLogprobs
 from engine_v1.sample.logits_rules import NO_RULES, LogitsRules
 from engine_v1.sampling_params import SamplingParams
+from engine_v1.spec_decode.prediction import Prediction
 from engine_v1.structured_output.grammar import Grammar
 
 
@@ -68,6 +69,7 @@ class Request:
         seed: uint64, the seed of its random numbers.
         sample_index: which of the n samples of one prompt this is.
         logits_rules: how its logits are changed before sampling.
+        prediction_token_ids: what the user expects as its output; None for no expectation.
         cache_salt: requests share cached blocks only with those of the same salt.
         prompt: the prompt's text where it was given as text.
         detokenizer: receives every committed token; None for no text.
@@ -91,6 +93,7 @@ class Request:
         prompt: str | None = None,
         detokenizer: Detokenizer | None = None,
         grammar: Grammar | None = None,
+        prediction_token_ids: list[int] | None = None,
         arrival_time: float = 0.0,
     ) -> None:
         assert prompt_token_ids, "a request has at least one prompt token"
@@ -109,6 +112,7 @@ class Request:
         self.cache_salt = cache_salt
         self.detokenizer = detokenizer
         self.grammar = grammar
+        self.prediction = None if prediction_token_ids is None else Prediction(prediction_token_ids)
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None

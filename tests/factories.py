@@ -23,6 +23,7 @@ def make_request(
     stop_token_ids: Sequence[int] = (),
     cache_salt: str | None = None,
     detokenizer: Any = None,
+    prediction_token_ids: list[int] | None = None,
     **params: Any,
 ) -> Request:
     """A request whose prompt is given, or is that many tokens, all of them the request's number."""
@@ -37,6 +38,7 @@ def make_request(
         stop_token_ids=frozenset(stop_token_ids),
         cache_salt=cache_salt,
         detokenizer=detokenizer,
+        prediction_token_ids=prediction_token_ids,
     )
 
 

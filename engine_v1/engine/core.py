@@ -19,6 +19,7 @@ from engine_v1.spec_decode.cost_model import CostModel
 from engine_v1.spec_decode.factory import make_proposer
 from engine_v1.spec_decode.grammar_proposer import GrammarProposer
 from engine_v1.spec_decode.length_controller import AdaptiveLength, BatchSizeTable, LengthController
+from engine_v1.spec_decode.prediction_proposer import PredictionProposer
 from engine_v1.spec_decode.proposer import Proposer
 from engine_v1.spec_decode.successors import SuccessorTable
 from engine_v1.worker.calibration import measure_step_times
@@ -163,8 +164,10 @@ def build_engine_core(
     )
     proposer = None
     if speculative is not None:
+        num_speculative_tokens = speculative.num_speculative_tokens
         drafter = make_proposer(speculative, token_table, corpus)
-        proposer = GrammarProposer(drafter, num_speculative_tokens=speculative.num_speculative_tokens)
+        predicting = PredictionProposer(drafter, num_speculative_tokens=num_speculative_tokens)
+        proposer = GrammarProposer(predicting, num_speculative_tokens=num_speculative_tokens)
     backend = platform.make_backend(loaded, config, num_blocks=num_blocks)
     logger.info("computing through %s", backend.describe())
     runner = GPUModelRunner(backend, token_table, block_size=block_size, vocab_size=decoder_config.vocab_size)

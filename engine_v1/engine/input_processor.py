@@ -20,10 +20,11 @@ from engine_v1.structured_output.params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
-# A text, token ids, or a dictionary with one of them and perhaps a cache salt.
+# A text, token ids, or a dictionary with one of them and perhaps a cache salt and a predicted output.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
+_PREDICTION_KEYS = ("type", "content")
 # Keys of vLLM's prompt dictionaries that ask for nothing at these values and are not built at others.
 _NEUTRAL_PROMPT_KEYS: dict[str, tuple[Any, ...]] = {
     "multi_modal_data": (None, {}),
@@ -100,6 +101,7 @@ class InputProcessor:
         seed: the engine's, from which requests without one derive theirs.
         max_logprobs: the most log probabilities per position a request may ask for; -1: the vocabulary.
         disable_logprobs: make requests without the log probabilities of output tokens that they ask for.
+        speculates: whether the engine drafts; without, predictions are refused.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class InputProcessor:
         seed: int = 0,
         max_logprobs: int = 20,
         disable_logprobs: bool = False,
+        speculates: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._token_ids = token_ids
@@ -124,6 +127,7 @@ class InputProcessor:
         self._seed = seed
         self._max_logprobs = token_ids.vocab_size if max_logprobs == -1 else max_logprobs
         self._disable_logprobs = disable_logprobs
+        self._speculates = speculates
         self._grammar_compiler = None if tokenizer is None else _grammar_compiler(tokenizer, token_ids)
         self._num_arrived = 0  # requests made so far: the arrival number of the next
 
@@ -138,7 +142,7 @@ class InputProcessor:
 
         Args:
             prompts: a text, a list of token ids, a dictionary with "prompt" or "prompt_token_ids" and perhaps
-                "cache_salt", or a list of these.
+                "cache_salt" and "prediction", or a list of these.
             params: one for all prompts, or one each; None: the model's defaults.
             add_special_tokens: let the tokenizer put its BOS before texts; False where they contain it.
 
@@ -190,6 +194,8 @@ class InputProcessor:
         add_special_tokens: bool,
     ) -> list[Request]:
         text, token_ids, cache_salt = self._read_prompt(prompt, add_special_tokens=add_special_tokens)
+        prediction = prompt.get("prediction") if isinstance(prompt, Mapping) else None
+        predicted_ids = None if prediction is None else self._read_prediction(prediction)
         self._check_prompt(token_ids)
         params = params.clone()
         self._check_params(params)
@@ -220,6 +226,7 @@ class InputProcessor:
                 prompt=text,
                 detokenizer=detokenizer,
                 grammar=self._grammar(params),
+                prediction_token_ids=predicted_ids,
                 arrival_time=arrival_time,
             )
             requests.append(request)
@@ -243,7 +250,7 @@ class InputProcessor:
             return None, [check_int("a token id", i, 0) for i in prompt], None
         reject_unknown_options(prompt, [*_PROMPT_KEYS, *_NEUTRAL_PROMPT_KEYS], "a prompt dictionary")
         refuse_unless_neutral(prompt, _NEUTRAL_PROMPT_KEYS, "prompt dictionaries")
-        text, given_ids, salt = (prompt.get(key) for key in _PROMPT_KEYS)
+        text, given_ids, salt = (prompt.get(key) for key in _PROMPT_KEYS[:3])
         if salt is not None:
             check_name("cache_salt", salt)
         if text is not None and not isinstance(text, str):
@@ -256,15 +263,41 @@ class InputProcessor:
             raise ValueError("a prompt dictionary needs 'prompt' or 'prompt_token_ids'.")
         return text, self._encode(text, add_special_tokens=add_special_tokens), salt
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _read_prediction(self, prediction: object) -> list[int]:
+        """Return the token ids of a prompt's "prediction", in OpenAI's form or with token ids as its content."""
+        form = "{'type': 'content', 'content': a text or a list of token ids}"
+        if not isinstance(prediction, Mapping):
+            raise ValueError(f"'prediction' must be {form}, got {prediction!r}.")
+        reject_unknown_options(prediction, _PREDICTION_KEYS, "a prediction")
+        kind, content = (prediction.get(key) for key in _PREDICTION_KEYS)
+        if kind != "content":
+            raise ValueError(f"the 'type' of a prediction must be 'content', got {kind!r}.")
+        if not self._speculates:
+            raise ValueError(
+                "a prediction needs speculation; pass speculative_config={'method': 'ngram'} to LLM, or leave the "
+                "prediction out."
+            )
+        if isinstance(content, list | tuple) and content and all(map(_is_text_part, content)):
+            content = "".join(part["text"] for part in content)
+        if isinstance(content, str):
+            return self._encode(content, add_special_tokens=False, what="prediction")
+        if content is None or isinstance(content, Mapping) or not hasattr(content, "__iter__"):
+            raise ValueError(f"the 'content' of a prediction must be a text or a list of token ids, got {content!r}.")
+        token_ids = [check_int("a token id of the prediction", i, 0) for i in content]
+        if not token_ids:
+            raise ValueError("the prediction is empty; give at least one token id, or leave it out.")
+        self._check_token_ids(token_ids)
+        return token_ids
+
+    def _encode(self, text: str, *, add_special_tokens: bool, what: str = "prompt") -> list[int]:
         if self._tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer; pass token ids, or load the model with one.")
+            raise ValueError(f"a text {what} needs a tokenizer; pass token ids, or load the model with one.")
         if not text:
-            raise ValueError("the prompt is empty; give at least one character or token id.")
+            raise ValueError(f"the {what} is empty; give at least one character or token id.")
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is no valid Unicode text: {error}.") from error
+            raise ValueError(f"the {what} is no valid Unicode text: {error}.") from error
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return token_ids
 
@@ -276,6 +309,9 @@ class InputProcessor:
                 f"the prompt has {len(token_ids)} tokens and max_model_len is {self._max_model_len}, which must leave "
                 "room for one more; shorten the prompt or raise max_model_len."
             )
+        self._check_token_ids(token_ids)
+
+    def _check_token_ids(self, token_ids: list[int]) -> None:
         largest = max(token_ids)
         if largest >= self._token_ids.vocab_size:
             raise ValueError(
@@ -397,6 +433,11 @@ def list_prompts(prompts: Any) -> list[Prompt]:
         if not hasattr(item, "__iter__") or isinstance(item, bytes):
             raise ValueError(f"prompt {index}: a prompt is {kinds}, got {item!r}.")
     return items
+
+
+def _is_text_part(part: object) -> bool:
+    """Whether this is a part of a message in OpenAI's form, such as {"type": "text", "text": "Hello"}."""
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _is_token_id(item: object) -> bool:

@@ -129,12 +129,17 @@ class OutputProcessor:
     def _spec_decode_metrics(self, request: Request) -> SpecDecodeMetrics | None:
         if self._num_spec_tokens is None:
             return None
+        prediction = request.prediction
+        if prediction is not None:
+            prediction.advance(request.output_token_ids)
         return SpecDecodeMetrics(
             num_spec_tokens=self._num_spec_tokens,
             num_output_tokens=request.num_output_tokens,
             per_step_drafted=list(request.step_drafted),
             per_step_accepted=list(request.step_accepted),
             estimated_time_saved_s=request.spec_time_saved_s,
+            accepted_prediction_tokens=0 if prediction is None else prediction.num_accepted,
+            rejected_prediction_tokens=0 if prediction is None else prediction.num_rejected,
         )
 
     def _prompt_logprobs(

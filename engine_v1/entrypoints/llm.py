@@ -221,6 +221,7 @@ class LLM:
             seed=self.config.model.seed,
             max_logprobs=self.config.model.max_logprobs,
             disable_logprobs=speculative is not None and speculative.disable_logprobs,
+            speculates=speculative is not None,
         )
         output_processor = OutputProcessor(backend, speculative.num_speculative_tokens if speculative else None)
         stats = None if self.config.disable_log_stats else EngineStats()
@@ -247,7 +248,7 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, a dictionary with "prompt" or "prompt_token_ids" and perhaps
-                "cache_salt", or a list of these.
+                "cache_salt" and "prediction" (what the output is expected to be), or a list of these.
             sampling_params: one for all prompts, or one each; None: what the model recommends.
             use_tqdm: show progress; or a function that makes the bar, as tqdm does.
             **vllm_options: other keywords of vLLM at the values that ask for nothing.

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from engine_v1.core.scheduler_output import SchedulerOutput
 from engine_v1.request import Request
+from engine_v1.sample.logits_rules import NO_RULES
 from engine_v1.spec_decode.acceptance import AcceptanceEstimator
 from engine_v1.spec_decode.cost_model import CostModel, StepLoad
 
@@ -79,7 +80,8 @@ class _RowState:
         """Start anew for another request."""
         params = request.sampling_params
         self.owner = request
-        self.drawn = not params.greedy or params.logprobs is not None or request.grammar is not None
+        plain = params.greedy and params.logprobs is None and request.grammar is None
+        self.drawn = not plain or request.logits_rules is not NO_RULES
         self.log_odds = 0.0
         self.match_length = 0
         self.rest = []

@@ -297,3 +297,44 @@ def test_without_a_tokenizer_only_token_ids():
 def test_detokenize_false_makes_no_text():
     """A request that wants no text does not pay for it."""
     assert make_processor().process("a", SamplingParams(detokenize=False))[0].detokenizer is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["abc", [97, 98, 99], np.array([97, 98, 99]), [{"type": "text", "text": "a"}, {"type": "text", "text": "bc"}]],
+)
+def test_a_prediction_is_a_text_token_ids_or_parts_of_text(content):
+    """Every form becomes token ids; a prompt without one has no prediction."""
+    prompts = [{"prompt": "a", "prediction": {"type": "content", "content": content}}, {"prompt": "a"}, "a"]
+    first, *others = make_processor().process(prompts)
+    assert first.prediction.token_ids == [97, 98, 99]
+    assert [request.prediction for request in others] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "prediction,message",
+    [
+        ("abc", "'prediction' must be {'type': 'content'"),
+        ({"content": "abc"}, "must be 'content', got None"),
+        ({"type": "text", "content": "abc"}, "must be 'content', got 'text'"),
+        ({"type": "content", "content": ""}, "the prediction is empty"),
+        ({"type": "content", "content": []}, "the prediction is empty"),
+        ({"type": "content"}, "must be a text or a list of token ids, got None"),
+        ({"type": "content", "content": {"a": 1}}, "must be a text or a list of token ids"),
+        ({"type": "content", "content": [1.5]}, "a token id of the prediction must be an integer"),
+        ({"type": "content", "content": [300]}, "token id 300 is outside the vocabulary"),
+        ({"type": "content", "text": "abc"}, "a prediction has no option 'text'"),
+    ],
+)
+def test_a_prediction_that_is_none_is_refused(prediction, message):
+    """The message says what is wrong with it; nothing of the call is made."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_processor().process({"prompt": "a", "prediction": prediction})
+
+
+def test_a_prediction_without_speculation_is_refused():
+    """It would have no effect, so the message says how to give it one."""
+    processor = make_processor(options={"speculates": False})
+    with pytest.raises(ValueError, match="a prediction needs speculation; pass speculative_config"):
+        processor.process({"prompt": "a", "prediction": {"type": "content", "content": "b"}})
+    assert len(processor.process({"prompt": "a", "prediction": None})) == 1
