@@ -21,7 +21,7 @@ def script():
 
 
 def test_a_predicted_edit_gives_five_tokens_per_step(script):
-    """Two documents of 300 tokens with 12 of them changed, which the prompt does not hold, so that lookups find nothing."""
+    """Two documents of 300 tokens with 12 of them changed, absent from the prompt: lookups find nothing."""
     rng = random.Random(0)
     edits = []
     for _ in range(2):
