@@ -36,7 +36,7 @@ class PredictionProposer(Proposer):
             if draft:
                 request._spec_token_ids = draft
                 request._spec_match_length = prediction.match_length
-                request._spec_source = "prediction"
+                request._spec_source, request._spec_probs = "prediction", []
 
     def released(self, request: Request) -> None:
         """See :class:`Proposer`."""
