@@ -42,8 +42,8 @@ _FINISH_REASONS = {
 class Detokenizer(Protocol):
     """Turns a request's committed tokens into text, one at a time."""
 
-    def append(self, token_id: int) -> str | None:
-        """Add a committed token; return the stop string that it completes, if any."""
+    def append(self, token_id: int, *, search: bool = True) -> str | None:
+        """Add a committed token; return the stop string that it completes, if any and if it is to be looked for."""
 
 
 class Request:

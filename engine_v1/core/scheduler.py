@@ -350,8 +350,8 @@ class Scheduler:
             status = RequestStatus.FINISHED_STOPPED
             request.stop_reason = token_id
         if request.detokenizer is not None and (status is None or request.sampling_params.include_stop_str_in_output):
-            stop_string = request.detokenizer.append(token_id)
-            if stop_string is not None and status is None:
+            stop_string = request.detokenizer.append(token_id, search=status is None)
+            if stop_string is not None:
                 status = RequestStatus.FINISHED_STOPPED
                 request.stop_reason = stop_string
         if status is None and request.num_output_tokens >= request.max_tokens:

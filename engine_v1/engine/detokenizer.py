@@ -61,8 +61,11 @@ class IncrementalDetokenizer:
         self._num_shown_open_chars = 0  # of the open tokens' text, what is in `text` already
         self._begin_after(prompt_token_ids)
 
-    def append(self, token_id: int) -> str | None:
-        """Add a token; return the stop string its text completes, if any, after cutting the text there."""
+    def append(self, token_id: int, *, search: bool = True) -> str | None:
+        """Add a token; return the stop string its text completes, if any, after cutting the text there.
+
+        Without `search` none is looked for: an EOS or stop token that stays in the text stays there whole.
+        """
         self._num_tokens += 1
         if token_id in self._hidden_ids or self._tokenizer.id_to_token(token_id) is None:
             return None  # no text, and no neighbour to others
@@ -71,7 +74,7 @@ class IncrementalDetokenizer:
         if not new_text:
             return None
         self.text += new_text
-        if not self._stop_strings or self._num_tokens <= self._min_tokens:
+        if not search or not self._stop_strings or self._num_tokens <= self._min_tokens:
             return None
         return self._cut_at_stop_string(len(new_text))
 

@@ -320,7 +320,7 @@ class TestStopping:
         """When the last allowed token completes a stop string, the string is the reason."""
 
         class Detokenizer:
-            def append(self, token_id):
+            def append(self, token_id, *, search=True):
                 return "END" if token_id == 9 else None
 
         scheduler, (r0,) = start_with_drafts([[9]], max_tokens=2, detokenizer=Detokenizer())
@@ -333,7 +333,7 @@ class TestStopping:
         fed = []
 
         class Detokenizer:
-            def append(self, token_id):
+            def append(self, token_id, *, search=True):
                 fed.append(token_id)
 
         scheduler, _ = start_with_drafts([[]], detokenizer=Detokenizer(), include_stop_str_in_output=include)

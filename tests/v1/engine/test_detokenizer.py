@@ -174,6 +174,14 @@ def test_earliest_of_several_stop_strings_wins_inside_one_token(stop, matched, t
     assert detokenizer.text == text
 
 
+def test_a_stop_token_stays_in_the_text_whole():
+    """The last token of a request that ended by its id is not searched, though it completes a stop string."""
+    tokenizer = sentencepiece_tokenizer(["abcd"])
+    detokenizer = make_detokenizer(tokenizer, stop="bc", special_token_ids=frozenset(), include_stop_str_in_output=True)
+    assert detokenizer.append(256, search=False) is None
+    assert detokenizer.text == "abcd"
+
+
 def test_streaming_holds_back_what_may_become_a_stop_string():
     """No delta ever shows a part of a stop string that is then cut off."""
     detokenizer = make_detokenizer(letter_tokenizer(), prompt=[0], stop=["efgh"], special_token_ids=frozenset())
