@@ -10,9 +10,8 @@ from tests.checkpoints import CYCLE_PROMPT, cycle_successor, write_successor_mod
 
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 EOS = 8
-# The output goes round tokens 3 .. 9 and 0 .. 2: "rain bow? ..." in pieces of several characters.
+# The output goes round these: from token 3, where nothing is banned, "defghijklm...".
 PIECES = ["ab", "c", "abc", "d", "efg", "h", "ij", "klm", "n", "op"] + [f"<{i}>" for i in range(10, 32)]
-TOKENS = [(3 + i) % 10 for i in range(60)]
 STOPS = [
     "ef",
     "g",
@@ -47,30 +46,40 @@ def llm(model, request):
         yield llm
 
 
+def next_token(token, banned):
+    """The likeliest that may be chosen: the successor, the one after it, else the lowest id of the rest."""
+    order = [cycle_successor(token), cycle_successor(cycle_successor(token)), *range(32)]
+    return next(candidate for candidate in order if candidate not in banned)
+
+
 def expected(params):
     """What a request ends with: tokens, text, finish and stop reason, by the definition."""
-    text = ""
-    for count, token in enumerate(TOKENS, start=1):
-        ends_by_id = token in params.stop_token_ids or (token == EOS and not params.ignore_eos)
-        if ends_by_id:
+    text, tokens = "", []
+    while True:
+        banned = {EOS, *params.stop_token_ids} if len(tokens) < params.min_tokens else set()
+        token = next_token(tokens[-1] if tokens else CYCLE_PROMPT[-1], banned)
+        tokens.append(token)
+        is_eos = token == EOS and not params.ignore_eos
+        if is_eos or token in params.stop_token_ids:
             text += PIECES[token] if params.include_stop_str_in_output else ""
-            return TOKENS[:count], text, "stop", None if token == EOS and not params.ignore_eos else token
+            return tokens, text, "stop", None if is_eos else token
         known = len(text)
         text += PIECES[token]
         matches = [(text.find(stop, max(0, known - len(stop) + 1)), len(stop), stop) for stop in params.stop]
         matches = sorted(match for match in matches if match[0] >= 0)
-        if matches:
+        if matches and len(tokens) > params.min_tokens:
             start, length, stop = matches[0]
-            return TOKENS[:count], text[: start + (length if params.include_stop_str_in_output else 0)], "stop", stop
-        if count == params.max_tokens:
-            return TOKENS[:count], text, "length", None
-    raise AssertionError("max_tokens lies within the tokens that are known")
+            return tokens, text[: start + (length if params.include_stop_str_in_output else 0)], "stop", stop
+        if len(tokens) == params.max_tokens:
+            return tokens, text, "length", None
 
 
 def random_params(rng):
+    max_tokens = rng.randint(1, 40)
     return SamplingParams(
         temperature=0.0,
-        max_tokens=rng.randint(1, 40),
+        max_tokens=max_tokens,
+        min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.4 else 0,
         ignore_eos=rng.random() < 0.7,
         stop=rng.sample(STOPS, rng.choice([0, 1, 1, 2, 5])),
         stop_token_ids=rng.sample(range(10), rng.choice([0, 0, 1, 2])) if rng.random() < 0.5 else None,
@@ -80,7 +89,7 @@ def random_params(rng):
 
 
 def test_requests_end_where_the_definition_says(llm):
-    """400 seeded combinations of EOS, stop ids, stop strings and lengths: tokens, text, reasons, logprobs and usage."""
+    """400 seeded combinations of EOS, stop ids and strings, min_tokens and max_tokens agree in everything they show."""
     rng = random.Random(0)
     params = [random_params(rng) for _ in range(400)]
     outputs = llm.generate([CYCLE_PROMPT] * len(params), params, use_tqdm=False)
