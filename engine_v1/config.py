@@ -14,7 +14,7 @@ MAX_PROMPT_LOOKUP_SPAN = 32  # values of n: each has a table per request
 SPECULATIVE_METHODS = ("ngram", "suffix", "recycling", "auto")
 PROMPT_LOOKUP_TIES = ("latest", "earliest")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-LOGPROBS_MODES = ("raw_logprobs", "raw_logits")
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 QUANTIZATIONS = ("int8", "gguf")
 
 # Token budget of a step and requests at a time where the user names none: the defaults of vLLM's LLM class.

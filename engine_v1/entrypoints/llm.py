@@ -109,7 +109,8 @@ class LLM:
         gpu_memory_utilization: share of the GPU's memory to fill; without effect on the CPU.
         speculative_config: `{"method": "ngram"}` and its keys (see SpeculativeConfig); None: no drafts.
         max_logprobs: the most log probabilities per position a request may ask for; -1: the whole vocabulary.
-        logprobs_mode: what outputs' logprobs hold: "raw_logprobs", the model's own, or "raw_logits".
+        logprobs_mode: what outputs' logprobs hold: "raw_logprobs", the model's own; "processed_logprobs", those that
+            the token was chosen by, after penalties, temperature and cuts; "raw_logits" or "processed_logits".
         disable_log_stats: keep no totals; get_metrics() then refuses.
         trust_remote_code: must be False.
         revision: of a model on the hub.

@@ -49,8 +49,8 @@ COUNT, SUM = True, False
 (
     SYNC, NUM_ROWS, VOCAB, LOGITS, LOGITS_STRIDE, VALUES, CANDIDATES, COUNTS, WIDTH, SUMS, NUM_SUMS, MASKS, MASK_WORDS,
     MASK_INDEX, TEMPERATURE, MIN_P, TOP_K, TOP_P, NUMBERS, TOKEN_IDS, STATUS, TABLE_ROWS, TABLE, TABLE_COLUMNS,
-    NUM_TOKENS, NUM_PROMPT_TOKENS, RULES,
-) = range(27)  # fmt: skip
+    NUM_TOKENS, NUM_PROMPT_TOKENS, PROCESSED, PROCESSED_STRIDE, RULES,
+) = range(29)  # fmt: skip
 
 
 @kernel_part
@@ -296,6 +296,13 @@ def sample_row(values, vocab, largest, temperature, min_p, top_k, top_p, number,
     return draw(values, width, keep, number, sums)
 
 
+@kernel_part
+def scale_kept(logits, vocab, weights, temperature):  # type: ignore[no-untyped-def]
+    """Divide the logits by the temperature, those that the draw left no weight become minus infinity."""
+    for i in range(vocab):
+        logits[i] = np.float32(logits[i] / temperature) if weights[i] > 0.0 else np.float32(-math.inf)
+
+
 def sample_entry(thread, threads, arguments):  # type: ignore[no-untyped-def]
     """Sample rows; :meth:`engine_v1.sample.kernel_sampler.KernelSampler.sample` describes it."""
     a = int64_view(arguments, 1)
@@ -326,11 +333,17 @@ def sample_entry(thread, threads, arguments):  # type: ignore[no-untyped-def]
             largest = largest_of(values, (vocab + LANES - 1) // LANES * LANES)
             state = OK if abs(largest) < math.inf else (NO_TOKEN if largest < 0.0 else NOT_FINITE)
         token_ids[row] = 0
+        processed = float_view(a[PROCESSED] + row * a[PROCESSED_STRIDE], 1)
+        if state == OK and a[PROCESSED] != 0:
+            for i in range(vocab):
+                processed[i] = values[i]
         if state == OK:
             token_ids[row] = sample_row(
                 values, vocab, largest, temperature[row], min_p[row], np.int64(top_k[row]), top_p[row], numbers[row],
                 candidates, sums,
             )  # fmt: skip
+            if a[PROCESSED] != 0 and temperature[row] > 0.0:
+                scale_kept(processed, vocab, values, temperature[row])
         status[row] = state
         done += 1
         row, count = claim(sync, threads, 0, thread, a[NUM_ROWS], 1)

@@ -12,6 +12,7 @@ from engine_v1.sample.logits_rules import RowRules
 from engine_v1.sample.rng import uniforms
 from engine_v1.sample.token_masks import allowed_tokens
 
+_LEAST_WEIGHT = 2.0**-126  # relative to the likeliest token's: what is less likely is never drawn by the kernels
 _FIRST_CANDIDATES = 64  # probabilities looked at first for top-p; eight times more each time they do not suffice
 
 
@@ -55,31 +56,40 @@ class Sampler:
     rejection sampling does for a drafter without probabilities, and emits what plain decoding with the same seed would.
     """
 
-    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
+    def sample(
+        self, logits: torch.Tensor, rows: SamplingRows, processed: torch.Tensor | None = None
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
         """Draw a token for each row.
 
         Args:
             logits: float32[num_rows, vocab_size], not changed.
             rows: the parameters.
+            processed: float32[num_rows, vocab_size], written: the logits that a row's token is chosen from, after
+                rules, temperature and cuts, minus infinity for what cannot be chosen. None where nobody wants it.
 
         Returns:
             int64[num_rows] tokens, and int8[num_rows]: each row's :class:`RowStatus`; where it is not OK the token
             means nothing.
         """
         custom, failed = run_custom_processors(logits, rows)
-        processed = _apply_rules(_apply_masks(custom, rows), rows)
-        tokens = processed.max(dim=-1).indices
-        status = _statuses(custom, processed)
+        ruled = _apply_rules(_apply_masks(custom, rows), rows)
+        tokens = ruled.max(dim=-1).indices
+        status = _statuses(custom, ruled)
         for row, state in failed.items():
             status[row] = state
         token_ids: npt.NDArray[np.int64] = tokens.cpu().numpy().astype(np.int64)
+        if processed is not None:
+            processed[:] = ruled
         drawn = np.flatnonzero((rows.temperature > 0) & (status == RowStatus.OK))
         if drawn.size:
             numbers = uniforms(rows.seed[drawn], rows.sample_index[drawn], rows.output_index[drawn])
             for i, number in zip(drawn, numbers, strict=True):
-                token_ids[i] = draw(
-                    processed[i], rows.temperature[i], int(rows.top_k[i]), rows.top_p[i], rows.min_p[i], number
-                )
+                cuts = rows.temperature[i], int(rows.top_k[i]), rows.top_p[i], rows.min_p[i]
+                token_ids[i] = draw(ruled[i], *cuts, number)
+                if processed is not None:
+                    kept = kept_weights(ruled[i], *cuts) >= _LEAST_WEIGHT
+                    scaled = (ruled[i].double() / rows.temperature[i]).float()
+                    processed[i] = torch.where(kept, scaled, -torch.inf)
         return token_ids, status
 
 
@@ -151,6 +161,23 @@ def _statuses(logits: torch.Tensor, processed: torch.Tensor) -> npt.NDArray[np.i
 def draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, number: float) -> int:
     """Return the token at ``number`` of the inverse CDF over the kept tokens, in the order of their ids.
 
+    Args:
+        logits: as of :func:`kept_weights`, like the next four.
+        temperature: above 0.
+        top_k: how many to keep, 0 for all.
+        top_p: in (0, 1].
+        min_p: in [0, 1].
+        number: in [0, 1).
+    """
+    weights = kept_weights(logits, temperature, top_k, top_p, min_p)
+    cdf = torch.cumsum(weights, 0)
+    token = int(torch.searchsorted(cdf, number * cdf[-1], right=True))
+    return token if token < logits.numel() else int(torch.nonzero(weights)[-1])
+
+
+def kept_weights(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Return float64[vocab_size]: each token's probability relative to the likeliest one's, 0 where it is cut off.
+
     min_p keeps each probability that is at least min_p times the largest. top_k keeps each logit that is at least the
     k-th largest. top_p then keeps each probability that is at least t, the largest value for which those at least t sum
     to top_p of what is left. Equal values are kept or dropped together.
@@ -161,7 +188,6 @@ def draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min
         top_k: how many to keep, 0 for all.
         top_p: in (0, 1].
         min_p: in [0, 1].
-        number: in [0, 1).
 
     Cost: sums in float64 over the vocabulary; no sort of it.
     """
@@ -182,6 +208,4 @@ def draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min
             size = min(size * 8, vocab_size)
         last = min(int(torch.searchsorted(sums, needed)), size - 1)
         weights = torch.where(weights >= largest[last], weights, 0.0)
-    cdf = torch.cumsum(weights, 0)
-    token = int(torch.searchsorted(cdf, number * cdf[-1], right=True))
-    return token if token < vocab_size else int(torch.nonzero(weights)[-1])
+    return weights

@@ -102,6 +102,7 @@ class TorchBackend:
         self.device = device
         self.sampler = Sampler()
         self._normalise = logprobs_mode.endswith("logprobs")
+        self._wants_processed = logprobs_mode.startswith("processed")
         self._hidden = torch.empty(0)
         self._logits = torch.empty(0)
 
@@ -144,7 +145,10 @@ class TorchBackend:
         """See :class:`Backend`."""
         logits = self.model.compute_logits(self._hidden[self._to_device(indices)])
         self._logits = logits if keep_logits else torch.empty(0)
-        return self.sampler.sample(logits, rows)
+        if not (keep_logits and self._wants_processed):
+            return self.sampler.sample(logits, rows)
+        self._logits = torch.empty_like(logits)
+        return self.sampler.sample(logits, rows, self._logits)
 
     @torch.inference_mode()
     def logprobs(

@@ -24,6 +24,7 @@ class CpuBackend:
 
     def __init__(self, decoder: CpuDecoder, logprobs_mode: str = "raw_logprobs") -> None:
         self.decoder = decoder
+        self._wants_processed = logprobs_mode.startswith("processed")
         self._logprobs = KernelLogprobs(normalise=logprobs_mode.endswith("logprobs"))
         self._prompt_logprobs = KernelLogprobs()
         self.sampler = KernelSampler(decoder.vocab_size)
@@ -44,8 +45,11 @@ class CpuBackend:
             return token_ids.astype(np.int64), np.where(np.isfinite(best), RowStatus.OK, RowStatus.NOT_FINITE).astype(
                 np.int8
             )
-        self._logits = self.decoder.logits(indices)
-        return self.sampler.sample(self._logits, rows)
+        logits = self._logits = self.decoder.logits(indices)
+        if not (keep_logits and self._wants_processed):
+            return self.sampler.sample(logits, rows)
+        self._logits = np.empty(logits.shape, np.float32)
+        return self.sampler.sample(logits, rows, self._logits)
 
     def logprobs(
         self, indices: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], num_logprobs: npt.NDArray[np.int64]

@@ -1,5 +1,8 @@
 """Log probabilities of output and prompt: right, the same whatever moves rows about, and not computed unless asked."""
 
+import itertools
+import math
+
 import pytest
 import torch
 import transformers
@@ -135,6 +138,43 @@ def test_raw_logits(model):
         shifts = [entry[token].logprob - wanted[token].logprob for token in wanted]
         assert shifts == pytest.approx([shifts[0]] * len(shifts), abs=1e-5)
         assert shifts[0] > 0.1
+
+
+PROCESSING = {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.3, "seed": 3}
+
+
+@pytest.mark.parametrize("backend", ["kernels", "torch"])
+def test_processed_logprobs(model, monkeypatch, backend):
+    """They are of the distribution that the token was drawn from: five tokens hold everything, the rest nothing."""
+    monkeypatch.setenv("ENGINE_V1_CPU_BACKEND", backend)
+    with make_llm(model, SPECULATION, logprobs_mode="processed_logprobs", max_logprobs=-1) as llm:
+        (output,) = ask(llm, PROMPTS[:1], **PROCESSING, logprobs=-1)
+    with make_llm(model, SPECULATION, max_logprobs=-1) as llm:
+        (raw,) = ask(llm, PROMPTS[:1], **PROCESSING, logprobs=-1)
+    assert output.outputs[0].token_ids == raw.outputs[0].token_ids
+    history = list(PROMPTS[0])
+    for token_id, entry, unprocessed in zip(
+        output.outputs[0].token_ids, output.outputs[0].logprobs, raw.outputs[0].logprobs, strict=True
+    ):
+        kept = {token: one.logprob for token, one in entry.items() if math.isfinite(one.logprob)}
+        assert len(kept) == 5
+        assert token_id in kept
+        assert sum(map(math.exp, kept.values())) == pytest.approx(1.0, abs=1e-5)
+        fresh = [token for token in kept if token not in history]  # the penalty is not theirs
+        for a, b in itertools.pairwise(fresh):
+            gap = (unprocessed[a].logprob - unprocessed[b].logprob) / PROCESSING["temperature"]
+            assert kept[a] - kept[b] == pytest.approx(gap, abs=1e-4)
+        history.append(token_id)
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
+def test_processed_entries_do_not_depend_on_drafts(model, mode):
+    """With speculation on and off they are the same bits."""
+    answers = []
+    for speculative_config in (None, SPECULATION):
+        with make_llm(model, speculative_config, logprobs_mode=mode) as llm:
+            answers.append([seen(output) for output in ask(llm, **PROCESSING, logprobs=6)])
+    assert answers[0] == answers[1]
 
 
 def test_nothing_is_computed_unless_asked(model, monkeypatch):

@@ -67,6 +67,22 @@ def test_masks_are_those_of_the_definition(data):
     assert tokens[status == 0].tolist() == expected[status == 0].tolist()
 
 
+@pytest.mark.parametrize("vocab_size", SAMPLERS)
+@pytest.mark.parametrize("temperature, top_k, top_p, min_p", CASES)
+def test_processed_logits_are_those_of_the_definition(temperature, top_k, top_p, min_p, vocab_size):
+    """What a token is chosen from, the cut ones at minus infinity, is the torch sampler's, and nothing else changes."""
+    logits = random_logits(16, vocab_size, seed=vocab_size)
+    before = logits.copy()
+    cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    rows = make_rows(16, temperature=temperature, output_index=np.arange(16), **cuts)
+    processed, expected = np.empty_like(logits), torch.empty(logits.shape)
+    tokens, _ = SAMPLERS[vocab_size].sample(logits, rows, processed)
+    Sampler().sample(torch.from_numpy(logits), rows, expected)
+    assert np.array_equal(processed, expected.numpy())
+    assert np.isfinite(processed[np.arange(16), tokens]).all()
+    assert np.array_equal(logits, before)
+
+
 def test_signed_zeros_and_infinities_keep_their_order():
     """-0.0 equals 0.0, and tokens at minus infinity are never drawn."""
     logits = np.array([[-0.0, 0.0, -np.inf, -1.0, -np.inf]], np.float32).repeat(64, 0)
