@@ -12,7 +12,9 @@ def test_every_case_has_its_figures(tmp_path, monkeypatch, capsys):
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": "{{ messages[0]['content'] }}", "tokenizer_class": "PreTrainedTokenizerFast"})
     )
-    rows = [{"turns": ["".join(chr(97 + t) for t in CYCLE_PROMPT)], "category": "qa"}] * 10
+    question = "".join(chr(97 + t) for t in CYCLE_PROMPT)
+    names = ("writing", "translation", "summarization", "qa", "math_reasoning", "rag")
+    rows = [{"turns": [question], "category": name} for name in names for _ in range(10)]
     dataset = tmp_path / "questions.jsonl"
     dataset.write_text("\n".join(map(json.dumps, rows)))
     options = ["--num-prompts", "6", "--max-tokens", "8", "--rounds", "1", "--at-a-time", "2"]
