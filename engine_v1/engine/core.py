@@ -12,7 +12,7 @@ from engine_v1.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from engine_v1.core.token_table import TokenTable
 from engine_v1.kernels.parallel import ForkedProcessError
 from engine_v1.models.config import DecoderConfig
-from engine_v1.models.loader import load_model
+from engine_v1.models.loader import open_model
 from engine_v1.platforms import get_platform
 from engine_v1.request import Request, RequestStatus
 from engine_v1.spec_decode.cost_model import CostModel
@@ -138,7 +138,7 @@ def build_engine_core(
         ValueError: the KV cache would have fewer than two usable blocks.
     """
     platform = get_platform(config.model.device)
-    loaded = load_model(model_directory, decoder_config, dtype=config.model.dtype, device=platform.device)
+    loaded = open_model(model_directory, decoder_config, dtype=config.model.dtype, device=platform.device)
     block_size, scheduler_config = config.cache.block_size, config.scheduler
     bytes_per_block = (
         2  # keys and values

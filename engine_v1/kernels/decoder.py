@@ -1,6 +1,6 @@
 """A Llama-family decoder on the CPU: packed weights, paged cache and buffers around the kernels of a whole step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,16 @@ from engine_v1.kernels import attention, forward, linear, parallel, schedule
 from engine_v1.kernels.formats import WeightFormat, float_format, padded
 from engine_v1.kernels.intrinsics import TILE_COLUMNS, describe_int8
 from engine_v1.kernels.jit import warmup
-from engine_v1.kernels.packed_weights import DecoderModel, PackedWeights, pack_into, pack_signatures
+from engine_v1.kernels.packed_weights import (
+    DecoderModel,
+    PackedWeights,
+    as_numpy,
+    pack_into,
+    pack_signatures,
+    pack_weights,
+)
 from engine_v1.kernels.parallel import num_threads_cached, run_parallel
 from engine_v1.kernels.quantize import byte_row_size
-from engine_v1.models.gguf_checkpoint import GgufMatrix
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 # Parts of split attention that are kept at once: (row, head, span). Beyond, blocks of rows are not split.
@@ -36,16 +42,14 @@ class CpuDecoder:
     One step at a time: `logits` and `greedy` read the rows that the last `forward` left.
 
     Args:
-        model: a loaded Llama-family model in bfloat16 or float32. Its matrices are copied, its embedding is shared.
+        model: a Llama-family model in bfloat16 or float32. Its embedding is shared; its other tensors are read only
+            where `weights` is None.
         num_blocks: KV blocks, block 0 included.
         block_size: tokens per block; multiples of 16 are fastest.
         max_num_tokens: rows that a step may have.
         max_model_len: positions that a row may have.
         max_logit_rows: rows whose logits are asked for at once.
-        quantization: None for weights in the model's dtype; "int8" rounds them to 8 bits with a scale per output;
-            "gguf" computes with the blocks of the file.
-        blocks: the matrices for "gguf"; see :func:`engine_v1.models.gguf_checkpoint.read_matrices`.
-        free_weights: replace the model's packed tensors with empty ones, which halves memory.
+        weights: the model's packed weights; None: they are packed here, in the model's dtype.
         progress: called with a line of text when kernels have to be compiled.
 
     Raises:
@@ -61,9 +65,7 @@ class CpuDecoder:
         max_num_tokens: int,
         max_model_len: int | None = None,
         max_logit_rows: int | None = None,
-        quantization: str | None = None,
-        blocks: Mapping[str, GgufMatrix] | None = None,
-        free_weights: bool = False,
+        weights: PackedWeights | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         if model.dtype not in KERNEL_DTYPES:
@@ -77,11 +79,10 @@ class CpuDecoder:
         self.max_model_len: int = max_model_len or config.max_position_embeddings
         self.max_logit_rows = max_logit_rows or max_num_tokens
         self._threads = num_threads_cached()
-        self._act = np.dtype(np.uint16 if model.dtype == torch.bfloat16 else np.float32)
+        self._act = row_dtype(model.dtype)
         tile, self._forward, self._vocabulary_entry = warm_up(self._act, progress=progress)
-        self._weights = PackedWeights(
-            model, self._act, quantization=quantization, blocks=blocks, free_weights=free_weights
-        )
+        self._weights = weights or pack_weights(model, self._act)
+        self._embed = as_numpy(model.embed, self._act).reshape(-1)
         self._rope = _rope_table(model, self.max_model_len)
         self._group_heads: int = config.num_attention_heads // config.num_key_value_heads
         self._block_rows = max(1, attention.QUERY_ROWS // self._group_heads)
@@ -170,7 +171,7 @@ class CpuDecoder:
             (forward.LAYERS, self._weights.layers),
             (forward.WEIGHTS, self._weights.packed),
             (forward.FLOATS, self._weights.floats),
-            (forward.EMBED, self._weights.embed),
+            (forward.EMBED, self._embed),
             (forward.ROPE, self._rope),
             (forward.UNITS, self._units),
             (forward.MERGES, self._merges),
@@ -288,6 +289,11 @@ class CpuDecoder:
         self._sync[: schedule.sync_size(2, self._threads)] = 0
         run_parallel(self._vocabulary_entry, self._threads, a)
         return -(-self.vocab_size // (TILE_COLUMNS * linear.ARGMAX_TILES))
+
+
+def row_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return what the kernels' rows are made of: uint16, holding bf16, or float32."""
+    return np.dtype(np.uint16 if dtype == torch.bfloat16 else np.float32)
 
 
 def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
 """A model's weights as the kernels read them: every matrix in tiles, in one array, and where each part starts."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,73 +67,97 @@ def pack_signatures() -> list[tuple[Any, ...]]:
     ]
 
 
+@dataclass(frozen=True)
 class PackedWeights:
-    """Packs a model.
+    """Every matrix in tiles, one after the other, and the vectors."""
+
+    packed: npt.NDArray[np.uint8]
+    layers: npt.NDArray[np.int64]  # [num_layers, forward.LAYER_COLUMNS]: where in `packed` and `floats` parts start
+    floats: npt.NDArray[np.float32]  # norms and biases
+    lm_head_at: int  # in `packed`
+    final_norm_at: int  # in `floats`
+    format: WeightFormat  # of the layers
+    vocab_format: WeightFormat  # of the output embedding
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any product wants quantised rows."""
+        return self.format.quantized or self.vocab_format.quantized
+
+
+def pack_weights(
+    model: DecoderModel,
+    act: np.dtype[Any],
+    *,
+    quantization: str | None = None,
+    blocks: Mapping[str, GgufMatrix] | None = None,
+    free_weights: bool = False,
+) -> PackedWeights:
+    """Pack a model.
 
     Args:
         model: in bf16 or float32.
         act: dtype of the kernels' rows: uint16 for bf16, or float32.
         quantization: None, "int8", or "gguf" with the file's own blocks.
         blocks: for "gguf": the matrices by name in Hugging Face's layout.
-        free_weights: replace the model's packed tensors with empty ones.
+        free_weights: replace the model's packed tensors with empty ones, so that they are in memory once.
 
     Raises:
         ValueError: a GGUF's blocks that there are no kernels for.
     """
+    return _Packer(model, act, quantization, blocks).pack(model, free_weights=free_weights)
 
+
+class _Packer:
     def __init__(
         self,
         model: DecoderModel,
         act: np.dtype[Any],
-        *,
-        quantization: str | None = None,
-        blocks: Mapping[str, GgufMatrix] | None = None,
-        free_weights: bool = False,
+        quantization: str | None,
+        blocks: Mapping[str, GgufMatrix] | None,
     ) -> None:
         config = model.config
         self._act = act
         self._config = config
         self._blocks = blocks
-        self.format, self.vocab_format = self._formats(quantization)
+        self._format, self._vocab_format = self._formats(quantization)
         head_pad = padded(config.head_dim)
         heads = config.num_attention_heads
-        all_heads = heads + 2 * config.num_key_value_heads
+        self._all_heads = heads + 2 * config.num_key_value_heads
         # Heads are padded to whole tiles: row h * head_dim + d of the checkpoint is output h * head_pad + d here.
-        self._head_rows = np.concatenate([h * head_pad + np.arange(config.head_dim) for h in range(all_heads)])
+        self._head_rows = np.concatenate([h * head_pad + np.arange(config.head_dim) for h in range(self._all_heads)])
         self._q_columns = self._head_rows[: heads * config.head_dim]
-        hidden, inter = config.hidden_size, config.intermediate_size
-        shapes = [
-            (all_heads * head_pad, hidden), (hidden, heads * head_pad), (2 * padded(inter), hidden),
-            (hidden, padded(inter)),
-        ]  # fmt: skip
-        layer_bytes = sum(self.format.size_bytes(n, k) for n, k in shapes)
-        # Zeros come from the operating system as large pages where it has them, which streaming needs.
-        self.packed: npt.NDArray[np.uint8] = np.zeros(
-            len(model.layers) * layer_bytes + self.vocab_format.size_bytes(config.vocab_size, hidden), np.uint8
-        )
-        self.layers: npt.NDArray[np.int64] = np.full((len(model.layers), forward.LAYER_COLUMNS), -1, np.int64)
+        self._packed: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._floats: list[Array] = []
         self._num_floats = 0
+
+    def pack(self, model: DecoderModel, *, free_weights: bool) -> PackedWeights:
+        config = self._config
+        hidden, inter, head_pad = config.hidden_size, config.intermediate_size, padded(config.head_dim)
+        shapes = [
+            (self._all_heads * head_pad, hidden), (hidden, config.num_attention_heads * head_pad),
+            (2 * padded(inter), hidden), (hidden, padded(inter)),
+        ]  # fmt: skip
+        layer_bytes = sum(self._format.size_bytes(n, k) for n, k in shapes)
+        # Zeros come from the operating system as large pages where it has them, which streaming needs.
+        self._packed = np.zeros(
+            len(model.layers) * layer_bytes + self._vocab_format.size_bytes(config.vocab_size, hidden), np.uint8
+        )
+        layers: npt.NDArray[np.int64] = np.full((len(model.layers), forward.LAYER_COLUMNS), -1, np.int64)
         at = 0
-        for index, (row, layer) in enumerate(zip(self.layers, model.layers, strict=True)):
+        for index, (row, layer) in enumerate(zip(layers, model.layers, strict=True)):
             row[forward.WINDOW] = layer.sliding_window or 0
             at = self._pack_layer(row, layer, f"model.layers.{index}.", at)
             self._pack_vectors(row, layer)
             if free_weights:
                 for name in ("qkv_weight", "o_weight", "gate_up_weight", "down_weight"):
                     getattr(layer, name).data = torch.empty(0, dtype=model.dtype)
-        self.lm_head_at = at
         every = np.arange(config.vocab_size)
         head = "lm_head" if model.lm_head is not model.embed else "model.embed_tokens"
-        self._pack(self.vocab_format, model.lm_head, [f"{head}.weight"], at, hidden, every, np.arange(hidden))
-        self.final_norm_at = self._add_floats(model.norm, np.arange(hidden), padded(hidden))
-        self.floats = np.concatenate(self._floats)
-        self.embed = as_numpy(model.embed, act).reshape(-1)
-
-    @property
-    def quantized(self) -> bool:
-        """Whether any product wants quantised rows."""
-        return self.format.quantized or self.vocab_format.quantized
+        self._pack(self._vocab_format, model.lm_head, [f"{head}.weight"], at, hidden, every, np.arange(hidden))
+        final_norm_at = self._add_floats(model.norm, np.arange(hidden), padded(hidden))
+        floats = np.concatenate(self._floats)
+        return PackedWeights(self._packed, layers, floats, at, final_norm_at, self._format, self._vocab_format)
 
     def _formats(self, quantization: str | None) -> tuple[WeightFormat, WeightFormat]:
         """Return the formats of the layers and of the output embedding."""
@@ -163,7 +188,7 @@ class PackedWeights:
         heads_pad = self._config.num_attention_heads * padded(self._config.head_dim)
         every, mlp = np.arange(hidden), np.arange(inter)
         qkv_outputs = padded(self._config.head_dim) * len(self._head_rows) // self._config.head_dim
-        form, names = self.format, {part: f"{prefix}{part}.weight" for part in _PARTS}
+        form, names = self._format, {part: f"{prefix}{part}.weight" for part in _PARTS}
         row[forward.QKV] = at
         qkv = [names[f"self_attn.{part}_proj"] for part in "qkv"]
         self._pack(form, layer.qkv_weight, qkv, at, hidden, self._head_rows, every)
@@ -196,7 +221,7 @@ class PackedWeights:
         """Pack a weight at byte `at`, its row i as output rows[i], its column j as input columns[j] of `inputs`."""
         tile_bytes = form.tile_bytes(inputs)
         num_tiles = first + ((int(rows.max()) // TILE_COLUMNS) * tile_step) + 1
-        tiles = self.packed[at : at + num_tiles * tile_bytes].reshape(num_tiles, tile_bytes)
+        tiles = self._packed[at : at + num_tiles * tile_bytes].reshape(num_tiles, tile_bytes)
         if self._blocks is not None:
             kind = GGUF_FORMATS[self._blocks[names[0]].kind]
             assert kind is form, "one format for all matrices of layers"

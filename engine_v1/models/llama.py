@@ -100,6 +100,9 @@ class LlamaLayer:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
+EMBEDDING_NAME = "model.embed_tokens.weight"
+
+
 class LlamaForCausalLM:
     """A Llama-family decoder for inference.
 
@@ -196,7 +199,7 @@ class LlamaForCausalLM:
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
     def _named_tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
+        tensors = {EMBEDDING_NAME: self.embed, "model.norm.weight": self.norm}
         if self.lm_head is not self.embed:
             tensors["lm_head.weight"] = self.lm_head
         for index, layer in enumerate(self.layers):

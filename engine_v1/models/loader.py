@@ -19,14 +19,27 @@ _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "
 _INDEX = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A network in memory."""
+    """A network, and the weights that it is to have: a backend reads them, or what it needs of them."""
 
     model: CausalLM
     config: DecoderConfig
     dtype: torch.dtype
     directory: Path
+    weights: "SafetensorsWeights"
+
+    def read_weights(self) -> None:
+        """Fill the network's tensors.
+
+        Raises:
+            FileNotFoundError: if a file is missing, naming it.
+            ValueError: on truncated files, and on missing or unexpected tensors, naming them.
+        """
+        try:
+            self.model.load_weights(self.weights)
+        except ValueError as error:
+            raise ValueError(f"{self.weights.current}: {error}") from error
 
 
 def load_config(directory: Path) -> DecoderConfig:
@@ -59,8 +72,8 @@ def load_generation_config(directory: Path) -> dict[str, Any]:
     return {key: hf[key] for key in ("eos_token_id", "bos_token_id") if hf.get(key) is not None}
 
 
-def load_model(directory: Path, config: DecoderConfig, *, dtype: str, device: torch.device) -> LoadedModel:
-    """Build the network that `config` describes and read its weights.
+def open_model(directory: Path, config: DecoderConfig, *, dtype: str, device: torch.device) -> LoadedModel:
+    """Build the network that `config` describes and find its weights, without reading them.
 
     Args:
         directory: in Hugging Face's layout, as `resolve_model` returns it.
@@ -69,16 +82,19 @@ def load_model(directory: Path, config: DecoderConfig, *, dtype: str, device: to
         device: where the weights go.
 
     Raises:
-        FileNotFoundError: if a file is missing, naming it.
-        ValueError: on truncated files, and on missing or unexpected tensors, naming them.
+        FileNotFoundError: if there are no weights, or some are missing.
+        ValueError: if a file is truncated or of another format.
     """
     weights = open_weights(directory, dtype, device)
     model = get_model_class([config.architecture])(config, dtype=weights.dtype, device=device)
-    try:
-        model.load_weights(weights)
-    except ValueError as error:
-        raise ValueError(f"{weights.current}: {error}") from error
-    return LoadedModel(model, config, weights.dtype, directory)
+    return LoadedModel(model, config, weights.dtype, directory, weights)
+
+
+def load_model(directory: Path, config: DecoderConfig, *, dtype: str, device: torch.device) -> LoadedModel:
+    """Build the network and read its weights; see :func:`open_model` and :meth:`LoadedModel.read_weights`."""
+    loaded = open_model(directory, config, dtype=dtype, device=device)
+    loaded.read_weights()
+    return loaded
 
 
 def resolve_dtype(dtype: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
@@ -144,6 +160,15 @@ class SafetensorsWeights:
                 for name in file.keys():  # noqa: SIM118 it is no mapping
                     yield name, file.get_tensor(name)
         self.current = whole
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """Return one tensor, or None where there is none of that name."""
+        for path in self.files:
+            with open_safetensors(path) as file:
+                if name in file.keys():  # noqa: SIM118 it is no mapping
+                    tensor: torch.Tensor = file.get_tensor(name)
+                    return tensor
+        return None
 
 
 def open_weights(directory: Path, dtype: str, device: torch.device) -> SafetensorsWeights:

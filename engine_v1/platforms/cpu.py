@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -9,9 +10,12 @@ from engine_v1.config import EngineConfig
 from engine_v1.kernels.formats import padded
 from engine_v1.kernels.parallel import parallel_entry
 from engine_v1.models.gguf_checkpoint import is_converted_gguf, read_matrices
-from engine_v1.models.llama import LlamaForCausalLM
+from engine_v1.models.llama import EMBEDDING_NAME, LlamaForCausalLM
 from engine_v1.models.loader import LoadedModel
 from engine_v1.worker.backend import Backend, TorchBackend
+
+if TYPE_CHECKING:
+    from engine_v1.kernels.packed_weights import PackedWeights
 
 BACKEND_SWITCH = "ENGINE_V1_CPU_BACKEND"  # "kernels" or "torch"; unset: kernels wherever they can compute the model
 _DEFAULT_KV_CACHE_BYTES = 4 << 30  # vLLM's default on CPU; pages are committed as they are used
@@ -58,28 +62,54 @@ class CpuPlatform:
         quantization = config.model.quantization
         if wanted == "torch" or not can_use_kernels:
             return TorchBackend.create(loaded, config, num_blocks=num_blocks, device=self.device)
-        if quantization == "gguf" and not is_converted_gguf(loaded.directory):
-            raise ValueError(
-                f"quantization='gguf' computes with a GGUF file's blocks, and {loaded.directory} is none; "
-                "use quantization='int8'"
-            )
         from engine_v1.kernels.decoder import CpuDecoder
         from engine_v1.worker.cpu_backend import CpuBackend
 
         assert isinstance(model, LlamaForCausalLM), "kernels were found to fit"
-        return CpuBackend(
-            CpuDecoder(
-                model,
-                num_blocks=num_blocks,
-                block_size=config.cache.block_size,
-                max_num_tokens=config.scheduler.max_num_batched_tokens,
-                max_model_len=config.scheduler.max_model_len,
-                quantization=quantization,
-                blocks=read_matrices(loaded.directory) if quantization == "gguf" else None,
-                free_weights=True,  # nothing else reads them, and a large model must not be in memory twice
-            ),
-            config.model.logprobs_mode,
+        weights = packed_weights(loaded, quantization)
+        decoder = CpuDecoder(
+            model,
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            max_model_len=config.scheduler.max_model_len,
+            weights=weights,
         )
+        return CpuBackend(decoder)
+
+
+def packed_weights(loaded: LoadedModel, quantization: str | None) -> "PackedWeights":
+    """Map a model's packed weights from the cache directory, or read and pack them and keep them there.
+
+    Either way the model's embedding is there afterwards.
+
+    Raises:
+        FileNotFoundError: a file of the checkpoint, or the GGUF of its blocks, is missing.
+        ValueError: "gguf" for a checkpoint that is none, or whose blocks there are no kernels for.
+    """
+    from engine_v1.kernels import weight_cache
+    from engine_v1.kernels.decoder import row_dtype
+    from engine_v1.kernels.packed_weights import pack_weights
+
+    if quantization == "gguf" and not is_converted_gguf(loaded.directory):
+        raise ValueError(
+            f"quantization='gguf' computes with a GGUF file's blocks, and {loaded.directory} is none; "
+            "use quantization='int8'"
+        )
+    model: Any = loaded.model
+    path = weight_cache.weights_path(loaded.weights.files, loaded.config, loaded.dtype, quantization)
+    weights = None if path is None else weight_cache.read_weights(path)
+    embedding = None if weights is None else loaded.weights.tensor(EMBEDDING_NAME)
+    if weights is not None and embedding is not None:
+        model.embed = embedding.to(loaded.dtype)
+        return weights
+    loaded.read_weights()
+    blocks = read_matrices(loaded.directory) if quantization == "gguf" else None
+    # Nothing else reads the matrices, and a large model must not be in memory twice.
+    weights = pack_weights(model, row_dtype(loaded.dtype), quantization=quantization, blocks=blocks, free_weights=True)
+    if path is not None:
+        weight_cache.write_weights(path, weights)
+    return weights
 
 
 def available_memory_bytes() -> int:

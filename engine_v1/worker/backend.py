@@ -108,7 +108,7 @@ class TorchBackend:
 
     @classmethod
     def create(cls, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int, device: torch.device) -> Self:
-        """Put a KV cache beside a loaded model.
+        """Read a model's weights and put a KV cache beside it.
 
         Raises:
             ValueError: quantised weights are asked for.
@@ -118,6 +118,7 @@ class TorchBackend:
                 f"quantization={config.model.quantization!r} needs the CPU kernels, and torch computes this model; "
                 "leave it None, or use a Llama-family model in bfloat16 or float32 with device='cpu'"
             )
+        loaded.read_weights()
         shape = loaded.model.config
         attention = TorchPagedAttention(
             num_layers=shape.num_hidden_layers,

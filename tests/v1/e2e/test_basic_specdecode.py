@@ -13,7 +13,7 @@ import pytest
 
 from engine_v1 import LLM, SamplingParams
 from engine_v1.engine import core
-from engine_v1.kernels import decoder
+from engine_v1.platforms import cpu
 from engine_v1.platforms.cpu import BACKEND_SWITCH
 from engine_v1.tokenizer import Tokenizer
 from engine_v1.worker.calibration import measure_step_times
@@ -101,8 +101,8 @@ def pairwise_cover(cases, times):
 def one_loaded_model(demo_model_path):
     """Load and pack the demo model once for all engines of this file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "load_model", functools.cache(core.load_model))
-        patch.setattr(decoder, "PackedWeights", functools.cache(decoder.PackedWeights))
+        patch.setattr(core, "open_model", functools.cache(core.open_model))
+        patch.setattr(cpu, "packed_weights", functools.cache(cpu.packed_weights))
         measured = {}  # by what is computed; the same steps take the same time in every engine
 
         def measure_once(runner, **options):

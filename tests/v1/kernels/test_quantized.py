@@ -5,8 +5,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine_v1.kernels.decoder import row_dtype
 from engine_v1.kernels.formats import INT8, Q4_1, Q8_0
-from engine_v1.kernels.packed_weights import PackedWeights
+from engine_v1.kernels.packed_weights import pack_weights
 from engine_v1.kernels.quantize import ZERO_POINT, quantize_weight
 from engine_v1.models.gguf_checkpoint import GgufMatrix
 from tests.v1.kernels.models import Sequences, make_decoder, make_model, reference_logits, run_whole
@@ -30,7 +31,7 @@ def quantize_model(model, kind, vocabulary_kind=None):
             values, scales = quantize_weight(weight)
             exact = (torch.from_numpy(values).double() - ZERO_POINT) * torch.from_numpy(scales).double()[:, None]
             weight.copy_(exact)
-        return {"quantization": "int8"}
+        return {"weights": pack_weights(model, row_dtype(model.dtype), quantization="int8")}
     blocks = {}
     for name, weight in matrices(model).items():
         blocks[name], values = blocks_of(weight, kind)
@@ -38,7 +39,7 @@ def quantize_model(model, kind, vocabulary_kind=None):
     name = "model.embed_tokens.weight" if model.lm_head is model.embed else "lm_head.weight"
     blocks[name], values = blocks_of(model.lm_head, vocabulary_kind or kind)
     model.lm_head.copy_(values)
-    return {"quantization": "gguf", "blocks": blocks}
+    return {"weights": pack_weights(model, row_dtype(model.dtype), quantization="gguf", blocks=blocks)}
 
 
 def matrices(model):
@@ -134,7 +135,7 @@ def test_a_row_that_is_not_finite_shows_it(kind, value):
     for tokens in sequences.tokens:
         tokens[tokens == 7] = 8
     clean = sequences.run([(1, 0, 20)])
-    sequences.decoder._weights.embed.reshape(-1, 96)[7] = value
+    sequences.decoder._embed.reshape(-1, 96)[7] = value
     sequences.tokens[0][10] = 7
     logits = sequences.run([(0, 0, 20), (1, 0, 20)])
     best = sequences.decoder.greedy(np.arange(40))[1]
@@ -182,5 +183,5 @@ def test_blocks_without_kernels_are_refused(kinds, shape, words):
     blocks = {name: GgufMatrix(kinds[0], np.zeros((1, 1, 1), np.uint8)) for name in matrices(model)}
     blocks["lm_head.weight"] = GgufMatrix(kinds[1], np.zeros((1, 1, 1), np.uint8))
     with pytest.raises(ValueError, match=words) as error:
-        PackedWeights(model, np.dtype(np.float32), quantization="gguf", blocks=blocks)
+        pack_weights(model, np.dtype(np.float32), quantization="gguf", blocks=blocks)
     assert "int8" in str(error.value)
