@@ -7,7 +7,6 @@ from engine_v1.kernels.intrinsics import (
     LANES,
     MAX_TILE_ROWS,
     TILE_COLUMNS,
-    WIDE_TILE_ROWS,
     address,
     keep_range,
     lane_numbers,
@@ -24,7 +23,7 @@ from engine_v1.kernels.tiles import tile
 # More rows than this are shared out too, so that many cores find enough tasks in narrow matrices.
 ROWS_PER_TASK = 192
 # Bytes by which weights are fetched ahead of their use.
-PREFETCH_BYTES = 2048
+PREFETCH_BYTES = 3072
 # Tiles that one task of the logits product covers; each task leaves one candidate per row.
 ARGMAX_TILES = 16
 
@@ -37,9 +36,9 @@ def _block_rows(rows):  # type: ignore[no-untyped-def]
 
 
 @kernel_part(forceinline=True)
-def _grain(rows):  # type: ignore[no-untyped-def]
+def _grain(ctx, rows):  # type: ignore[no-untyped-def]
     """Tiles per product: two where few rows leave registers for them."""
-    return 2 if rows <= WIDE_TILE_ROWS else 1
+    return 2 if rows <= ctx.wide_rows else 1
 
 
 @kernel_part(forceinline=True)
@@ -81,7 +80,7 @@ def linear_store(ctx, phase, x, x_bytes, rows, w, tiles, steps, out, out_stride)
     tile_bytes = _tile_bytes(ctx, steps)
     chunks = _chunks(rows)
     total = tiles * chunks
-    grain = _grain(rows)
+    grain = _grain(ctx, rows)
     done = 0
     task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, grain)
     while count > 0:
@@ -114,7 +113,7 @@ def linear_add(ctx, phase, x, x_bytes, rows, w, tiles, steps, bias, bias_at, out
     tile_bytes = _tile_bytes(ctx, steps)
     chunks = _chunks(rows)
     total = tiles * chunks
-    grain = _grain(rows)
+    grain = _grain(ctx, rows)
     width = 2 * TILE_COLUMNS
     done = 0
     task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, grain)
@@ -156,7 +155,7 @@ def linear_silu_mul(ctx, phase, x, x_bytes, rows, w, tiles, steps, bias, bias_at
         while m < last:
             lines = min(size, last - m)
             _point(ctx, start, tile_bytes)
-            if lines <= WIDE_TILE_ROWS:
+            if lines <= ctx.wide_rows:
                 _product(ctx, lines, 4, x + m * x_bytes, x_bytes, steps, ctx.scratch, ctx.scratch_at, width)
             else:
                 _product(ctx, lines, 2, x + m * x_bytes, x_bytes, steps, ctx.scratch, ctx.scratch_at, width)
@@ -191,7 +190,7 @@ def linear_argmax(ctx, phase, x, x_bytes, rows, w, size, steps, best, best_id): 
     width = 2 * TILE_COLUMNS
     state = ctx.scratch_at + MAX_TILE_ROWS * width  # per row: largest, index, NaN marks; sixteen lanes each
     block = _block_rows(rows)
-    grain = _grain(rows)
+    grain = _grain(ctx, rows)
     done = 0
     task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
     while count > 0:

@@ -26,8 +26,8 @@ ZERO_POINT = 128  # of stored weights
 
 @kernel_part(forceinline=True)
 def byte_row_size(size):  # type: ignore[no-untyped-def]
-    """Bytes of a quantised row of `size` values: the values, then a scale and a sum per block; whole cache lines."""
-    return (size + size // BLOCK * 8 + 63) // 64 * 64
+    """Bytes of a quantised row of `size` values: the values, then three facts per block; whole cache lines."""
+    return (size + size // BLOCK * 12 + 63) // 64 * 64
 
 
 @kernel_part
@@ -39,11 +39,13 @@ def quantize_row(x, at, size, out):  # type: ignore[no-untyped-def]
     Args:
         x: act[...], a flat array, the row at `at`.
         size: a multiple of 32.
-        out: byte address: int8[size], float32[size / 32] scales, int32[size / 32] -128 times the sums of blocks.
+        out: byte address: int8[size]; then, each [size / 32]: float32 scales, int32 -128 times the sums of the values,
+            float32 sums times scales.
     """
     blocks = size // BLOCK
     scales = float_view(out + size, 1)
     zeros = int32_view(out + size + 4 * blocks, 1)
+    sums = float_view(out + size + 8 * blocks, 1)
     for block in range(blocks):
         i = block * BLOCK
         a = load(x, at + i)
@@ -57,8 +59,11 @@ def quantize_row(x, at, size, out):  # type: ignore[no-untyped-def]
         b = nearest_integer(finite_or_zero(b * factor))
         store_int8(out + i, a)
         store_int8(out + i + 16, b)
-        zeros[block] = np.int32(reduce_add(a + b) * np.float32(-ZERO_POINT))  # whole numbers, exact
-        scales[block] = top / np.float32(127.0) if usable else np.float32(np.nan)
+        total = reduce_add(a + b)  # of whole numbers, exact
+        scale = top / np.float32(127.0) if usable else np.float32(np.nan)
+        zeros[block] = np.int32(total * np.float32(-ZERO_POINT))
+        scales[block] = scale
+        sums[block] = total * scale
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:

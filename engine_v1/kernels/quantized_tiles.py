@@ -87,39 +87,49 @@ def _emit_blocks(kind: str) -> Emit:
         del table_stride, groups  # weights are one piece along k
         acc = accumulators(builder, rows, vectors, VF, const(0.0))
         x_rows = row_addresses(builder, x, x_stride, rows)
-        # Behind a row's values: float32 scales of its blocks, then int32 -128 times the sums of its blocks.
+        # Behind a row's values, for each of its blocks: float32 scale, int32 -128 times its sum, float32 sum * scale.
         scale_rows = [builder.add(row, builder.mul(steps, ir.Constant(I64, BLOCK))) for row in x_rows]
-        zero_rows = [builder.add(row, builder.mul(steps, ir.Constant(I64, 4))) for row in scale_rows]
+        zero_rows, sum_rows = (
+            [builder.add(row, builder.mul(steps, ir.Constant(I64, 4 * n))) for row in scale_rows] for n in (1, 2)
+        )
         starts = [load_at(builder, _at(builder, table, 8 * b), I64, 8) for b in range(vectors)]
         fetches = [load_at(builder, _at(builder, builder.add(table, ahead), 8 * b), I64, 8) for b in range(vectors)]
         with cgutils.for_range(builder, steps) as loop:
             step = builder.mul(loop.index, w_stride)
             x_step = builder.mul(loop.index, ir.Constant(I64, BLOCK))
             fact_step = builder.mul(loop.index, ir.Constant(I64, 4))
-            for b in range(vectors):
-                start, fetch = builder.add(starts[b], step), builder.add(fetches[b], step)
+            blocks = [builder.add(start, step) for start in starts]
+            for fetch in fetches:
                 for line in range(0, values_bytes + (0 if kind == "int8" else LINE_BYTES), LINE_BYTES):
-                    prefetch(builder, _at(builder, fetch, line))
-                w = _four_bit_values(builder, start) if four_bits else _eight_bit_values(builder, start)
-                # Vectors come in pairs, the two halves of a tile.
-                scales = _at(builder, start, 2 * values_bytes if b % 2 == 0 else values_bytes + HALF_BYTES)
-                w_scale = None if kind == "int8" else _load_half(builder, scales)
-                smallest = _load_half(builder, _at(builder, scales, LINE_BYTES)) if four_bits else None
+                    prefetch(builder, _at(builder, builder.add(fetch, step), line))
+            x_blocks = [builder.add(row, x_step) for row in x_rows]
+            dots = [[iconst(0)] * vectors for _ in range(rows)]
+            if not four_bits:
                 for m in range(rows):
-                    x_scale = load_at(builder, builder.add(scale_rows[m], fact_step), F32)
                     zero = load_at(builder, builder.add(zero_rows[m], fact_step), I32)
-                    dot = iconst(0) if four_bits else broadcast(builder, zero, VI)
-                    for i, values in enumerate(w):
-                        word = load_at(builder, _at(builder, builder.add(x_rows[m], x_step), 4 * i), I32)
-                        dot = _dot(builder, dot, values, broadcast(builder, word, VI))
-                    scale = broadcast(builder, x_scale, VF)
-                    if w_scale is not None:
-                        scale = builder.fmul(scale, w_scale)
-                    total = _fma(builder, builder.sitofp(dot, VF), scale, builder.load(acc[m][b]))
-                    if smallest is not None:
-                        block_sum = builder.fmul(builder.sitofp(zero, F32), ir.Constant(F32, -1 / 128))
-                        weight = broadcast(builder, builder.fmul(block_sum, x_scale), VF)
-                        total = _fma(builder, weight, smallest, total)
+                    dots[m] = [broadcast(builder, zero, VI)] * vectors
+            # All sums of a block stay in registers, and what is added to after it does not: that is touched less.
+            for i in range(BLOCK // 4):
+                w = [_values(builder, block, i, four_bits=four_bits) for block in blocks]
+                for m in range(rows):
+                    word = broadcast(builder, load_at(builder, _at(builder, x_blocks[m], 4 * i), I32), VI)
+                    dots[m] = [_dot(builder, dot, values, word) for dot, values in zip(dots[m], w, strict=True)]
+            w_scales, smallest = [None] * vectors, [None] * vectors
+            if kind != "int8":
+                # Vectors come in pairs, the two halves of a tile.
+                offsets = [2 * values_bytes if b % 2 == 0 else values_bytes + HALF_BYTES for b in range(vectors)]
+                places = [_at(builder, block, offset) for block, offset in zip(blocks, offsets, strict=True)]
+                w_scales = [_load_half(builder, place) for place in places]
+                if four_bits:
+                    smallest = [_load_half(builder, _at(builder, place, LINE_BYTES)) for place in places]
+            for m in range(rows):
+                x_scale = broadcast(builder, load_at(builder, builder.add(scale_rows[m], fact_step), F32), VF)
+                x_sum = broadcast(builder, load_at(builder, builder.add(sum_rows[m], fact_step), F32), VF)
+                for b in range(vectors):
+                    scale = x_scale if w_scales[b] is None else builder.fmul(x_scale, w_scales[b])
+                    total = _fma(builder, builder.sitofp(dots[m][b], VF), scale, builder.load(acc[m][b]))
+                    if smallest[b] is not None:
+                        total = _fma(builder, x_sum, smallest[b], total)
                     builder.store(total, acc[m][b])
         sums = [[builder.load(slot) for slot in row] for row in acc]
         if kind == "int8":
@@ -139,15 +149,12 @@ def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return call(builder, "llvm.fma.v16f32", VF, [x, y, z])
 
 
-def _eight_bit_values(builder: Any, start: Any) -> list[Any]:
-    return [load_at(builder, _at(builder, start, LINE_BYTES * i), VI) for i in range(BLOCK // 4)]
-
-
-def _four_bit_values(builder: Any, start: Any) -> list[Any]:
-    """The first half of a block is in the low bits of its bytes, the second in the high ones."""
-    both = [load_at(builder, _at(builder, start, LINE_BYTES * i), VI) for i in range(BLOCK // 8)]
-    low = [builder.and_(v, iconst(0x0F0F0F0F)) for v in both]
-    return low + [builder.and_(builder.lshr(v, iconst(4)), iconst(0x0F0F0F0F)) for v in both]
+def _values(builder: Any, block: Any, word: int, *, four_bits: bool) -> Any:
+    """Load four values of each output. A block's first half is in the low bits of its bytes, the second in the high."""
+    if not four_bits:
+        return load_at(builder, _at(builder, block, LINE_BYTES * word), VI)
+    both = load_at(builder, _at(builder, block, LINE_BYTES * (word % 4)), VI)
+    return builder.and_(builder.lshr(both, iconst(4)) if word >= 4 else both, iconst(0x0F0F0F0F))
 
 
 _int8_cases, _q8_0_cases, _q4_1_cases = (tile_cases(_emit_blocks(kind)) for kind in ("int8", "q8_0", "q4_1"))

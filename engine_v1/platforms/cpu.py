@@ -75,7 +75,7 @@ class CpuPlatform:
             max_model_len=config.scheduler.max_model_len,
             weights=weights,
         )
-        return CpuBackend(decoder)
+        return CpuBackend(decoder, config.model.logprobs_mode)
 
 
 def packed_weights(loaded: LoadedModel, quantization: str | None) -> "PackedWeights":
