@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine_v1.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from engine_v1.config import QUANTIZATIONS, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from engine_v1.engine.core import EngineCore, build_engine_core
 from engine_v1.entrypoints.bench_machine import ReadBandwidth, print_header
-from engine_v1.models.config import DecoderConfig
 from engine_v1.models.hub import DEMO_MODEL, resolve_model
 from engine_v1.models.loader import load_config
 from engine_v1.platforms.cpu import CpuPlatform
@@ -170,19 +169,22 @@ class Engine:
         num_steps: of a cell and round, warm-up included.
         model: name of the model.
         dtype: of weights and KV cache.
+        quantization: of the weights.
         profile: whether to time the parts of a step.
 
     Raises:
         ValueError: if there are no kernels for this model.
     """
 
-    def __init__(self, cells: Sequence[Cell], num_steps: int, *, model: str, dtype: str, profile: bool) -> None:
+    def __init__(
+        self, cells: Sequence[Cell], num_steps: int, *, model: str, dtype: str, quantization: str | None, profile: bool
+    ) -> None:
         max_drafts = max(cell.num_drafts for cell in cells)
         longest = max(cell.prompt_len(num_steps) + cell.max_tokens(num_steps) for cell in cells)
         directory = resolve_model(model)
         decoder_config = load_config(directory)
         config = EngineConfig(
-            ModelConfig(model=model, tokenizer=None, dtype=dtype, device="cpu", max_model_len=longest),
+            ModelConfig(model=model, dtype=dtype, device="cpu", max_model_len=longest, quantization=quantization),
             CacheConfig(
                 block_size=BLOCK_SIZE,
                 enable_prefix_caching=False,
@@ -210,7 +212,7 @@ class Engine:
         weights = backend.decoder.weight_bytes
         self.bytes = ModelBytes(
             weights=weights,
-            head=round(weights * head_share(decoder_config)),
+            head=backend.decoder.vocab_weight_bytes,
             kv_per_token=backend.decoder.kv_cache_bytes // num_slots,
         )
         self._stopwatch = self._watch_parts() if profile else None
@@ -280,14 +282,6 @@ def _fill_cache(backend: CpuBackend) -> None:
         for start in range(0, cache.size, values.size):
             part = cache[start : start + values.size]
             part[:] = values[: part.size]
-
-
-def head_share(config: DecoderConfig) -> float:
-    """Return which share of the weights that a step reads is the output projection."""
-    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads  # q and o, k and v
-    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
-    head = config.vocab_size * config.hidden_size
-    return head / (head + config.num_hidden_layers * layer)
 
 
 def make_cells(contexts: Sequence[int], rows: Sequence[int]) -> list[Cell]:
@@ -382,6 +376,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEMO_MODEL, help=f"of the Llama family (default {DEMO_MODEL})")
     parser.add_argument("--dtype", choices=list(ITEM_BYTES), default="bfloat16")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights")
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[128, 512, 2048, 8192], help="tokens of each request"
     )
@@ -425,7 +420,9 @@ def main() -> None:
     for cell in cells:
         if cell not in fitting:
             print(f"left out: {cell} needs more than {memory >> 20} MiB of KV cache")
-    engine = Engine(fitting, num_steps, model=args.model, dtype=args.dtype, profile=args.profile)
+    engine = Engine(
+        fitting, num_steps, model=args.model, dtype=args.dtype, quantization=args.quantization, profile=args.profile
+    )
     bandwidth = ReadBandwidth()
     samples = {cell: Samples() for cell in fitting}
     for _ in range(NUM_ROUNDS):
@@ -437,7 +434,7 @@ def main() -> None:
 
     limit_ms = engine.bytes.weights / bandwidth.best * 1e3
     print(
-        f"{args.model}, {args.dtype}: {engine.bytes.weights / 1e6:.1f} MB of weights a step, "
+        f"{args.model}, {args.quantization or args.dtype}: {engine.bytes.weights / 1e6:.1f} MB of weights a step, "
         f"{engine.bytes.kv_per_token} bytes of keys and values a token\n"
         f"read bandwidth {bandwidth.best / 1e9:.1f} GB/s, the best of {len(bandwidth.passes)} passes "
         f"(median {statistics.median(bandwidth.passes) / 1e9:.1f}): the limit is {limit_ms:.2f} ms\n"
@@ -449,6 +446,7 @@ def main() -> None:
     figures = headline(lines) | {
         "model": args.model,
         "dtype": args.dtype,
+        "quantization": args.quantization,
         "steps": len(samples[fitting[0]].step_s),
         "read_bandwidth_gb_per_s": round(bandwidth.best / 1e9, 2),
         "weight_bytes": engine.bytes.weights,

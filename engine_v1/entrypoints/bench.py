@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 QUESTION = "How many tokens per second does this machine generate, and what does speculation add?"
 WARMUP_TOKENS = 16
-ENGINE_OPTIONS = ("model", "dtype", "device", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+ENGINE_OPTIONS = (
+    "model", "dtype", "quantization", "device", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
 
 EPILOG = """examples:
   engine-v1 bench --compare-no-spec
@@ -120,6 +122,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     engine = parser.add_argument_group("engine (prefix caching is off)")
     engine.add_argument("--model", default=DEFAULT_MODEL)
     engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--quantization", help="of the weights on the CPU: int8, or gguf")
     engine.add_argument("--device", default="auto")
     engine.add_argument("--seed", type=int, default=0)
     engine.add_argument("--max-model-len", type=int)
@@ -240,7 +243,8 @@ def _to_input(llm: "LLM", prompt: BenchPrompt) -> Any:
 
 def _describe_load(args: argparse.Namespace) -> str:
     """Return one line on what was run."""
+    quantization = f", weights {args.quantization}" if args.quantization else ""
     return (
-        f"{args.model}, dtype {args.dtype}, {args.dataset}, {args.num_prompts} prompts, at most {args.max_tokens} "
-        f"tokens each, {args.max_num_seqs} at a time, prefix caching off, median of {args.repeats} run(s)"
+        f"{args.model}, dtype {args.dtype}{quantization}, {args.dataset}, {args.num_prompts} prompts, "
+        f"at most {args.max_tokens} tokens each, {args.max_num_seqs} at a time, prefix caching off, median of {args.repeats} run(s)"
     )

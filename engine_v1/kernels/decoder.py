@@ -203,6 +203,11 @@ class CpuDecoder:
         """Bytes of weights that a step reads, output projection included."""
         return int(self._weights.packed.nbytes)
 
+    @property
+    def vocab_weight_bytes(self) -> int:
+        """The output projection's share of them."""
+        return self.weight_bytes - self._weights.lm_head_at
+
     def describe_weights(self) -> str:
         """Return the weights' format, and with what quantised ones are multiplied."""
         names = dict.fromkeys((self._weights.format.name, self._weights.vocab_format.name))
