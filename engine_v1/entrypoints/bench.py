@@ -246,5 +246,6 @@ def _describe_load(args: argparse.Namespace) -> str:
     quantization = f", weights {args.quantization}" if args.quantization else ""
     return (
         f"{args.model}, dtype {args.dtype}{quantization}, {args.dataset}, {args.num_prompts} prompts, "
-        f"at most {args.max_tokens} tokens each, {args.max_num_seqs} at a time, prefix caching off, median of {args.repeats} run(s)"
+        f"at most {args.max_tokens} tokens each, {args.max_num_seqs} at a time, prefix caching off, "
+        f"median of {args.repeats} run(s)"
     )

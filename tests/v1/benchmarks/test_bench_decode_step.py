@@ -5,8 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from engine_v1.entrypoints.bench_machine import buffer_bytes, last_level_cache_bytes
-from engine_v1.models.config import DecoderConfig
-from engine_v1.models.rope import RopeConfig
 from engine_v1.request import Request
 from engine_v1.sampling_params import SamplingParams
 
@@ -155,16 +153,6 @@ class TestProfile:
         assert [owner.add(1, b=2), owner.add(3, b=4)] == [3, 7]
         assert stopwatch.take() == dict.fromkeys(script.PARTS, 0.0) | {"update": 3.0}
         assert set(stopwatch.take().values()) == {0.0}
-
-    def test_the_head_is_its_share_of_all_matrices(self, script):
-        """Embedding rows are read one by one and do not count."""
-        config = DecoderConfig(
-            architecture="LlamaForCausalLM", vocab_size=100, hidden_size=8, intermediate_size=10, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=2, max_position_embeddings=64, rms_norm_eps=1e-5,
-            rope=RopeConfig(theta=1e4), sliding_windows=(None, None),
-        )  # fmt: skip
-        # a layer: q and o 8 x 8 each, k and v 4 x 8 each, three of 10 x 8
-        assert script.head_share(config) == 800 / (800 + 2 * (2 * 64 + 2 * 32 + 240))
 
 
 def test_a_scripted_draft_follows_the_lookup_and_spares_prompts(script):
