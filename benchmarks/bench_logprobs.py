@@ -26,7 +26,7 @@ from engine_v1.models.hub import DEMO_MODEL
 
 COUNTS: dict[str, int | None] = {"none": None, "0": 0, "1": 1, "5": 5, "all": -1}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
-ALL_TOKENS = 8  # output tokens of a request for the whole vocabulary, whose dictionaries are large
+ALL_TOKENS = 4  # output tokens of a request for the whole vocabulary, whose dictionaries are large
 ENGINES: dict[str, dict[str, Any] | None] = {"off": None, "on": {"method": "ngram"}}
 
 
