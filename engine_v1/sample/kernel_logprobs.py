@@ -1,5 +1,6 @@
 """Log probabilities on the CPU: the definition of :mod:`engine_v1.sample.logprobs`, for many rows in one kernel."""
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -8,6 +9,7 @@ from engine_v1.kernels.jit import warmup
 from engine_v1.kernels.logprobs import LOGPROB_ROWS, PIECE, logprob_rows
 from engine_v1.kernels.parallel import num_threads, parallel_entry
 
+_MAX_SERIAL_ROWS = 2  # so few take one thread less time than it takes to wait for another that others use
 _MAX_LISTED = 64  # beyond, sorting the row is quicker than keeping a list of its largest
 
 
@@ -49,6 +51,8 @@ class KernelLogprobs:
         ids, values, ranks = np.empty(entries, np.int32), np.empty(entries, np.float32), np.empty(entries, np.int32)
         lengths, log_totals = np.empty(num_rows, np.int64), np.empty(num_rows, np.float64)
         with parallel_entry:
+            if num_rows <= _MAX_SERIAL_ROWS:
+                numba.set_num_threads(1)  # until the next entry
             logprob_rows(
                 logits, indices, token_ids, counts, np.empty(pieces), np.empty(pieces, np.float32),
                 np.empty(pieces, np.int64), np.empty(lists, np.int32), np.empty(lists, np.float32),
