@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 MAX_NUM_SPECULATIVE_TOKENS = 128
-MAX_SUFFIX_CACHE_TOKENS = 1 << 24  # up to 288 bytes each
+MAX_SUFFIX_CACHE_TOKENS = 1 << 24  # up to 576 bytes each
 MAX_PROMPT_LOOKUP_SPAN = 32  # values of n: each has a table per request
 SPECULATIVE_METHODS = ("ngram", "suffix", "recycling", "auto")
 PROMPT_LOOKUP_TIES = ("latest", "earliest")

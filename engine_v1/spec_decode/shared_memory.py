@@ -38,8 +38,7 @@ class SharedMemory:
         min_order: shortest contexts of kept outputs that count.
         recycles: keep adjacencies.
 
-    Cost: 36 bytes per context, at most one context per token and order, in tables that double; 1.2 MB for the
-    adjacencies of a partition.
+    Cost: 72 to 144 bytes per token and order, in tables that double; 1.2 MB for the adjacencies of a partition.
     """
 
     def __init__(self, max_requests: int, max_tokens: int, *, min_order: int = 1, recycles: bool = False) -> None:

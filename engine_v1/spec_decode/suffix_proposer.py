@@ -27,6 +27,7 @@ from engine_v1.spec_decode.successors import (
 SOURCES = ("recycling", "corpus", "memory", "suffix")  # less to more trusted: for contexts of a length the last counts
 RECYCLING, CORPUS, MEMORY, OWN = range(len(SOURCES))
 RECYCLED_ORDER = 2  # adjacencies are of contexts up to this length
+ROOM = 256  # tokens that a request may grow by before its table does
 MAX_CANDIDATES = len(SOURCES) * len(ORDERS) * SLOTS
 
 # Doubt: how many unseen occurrences weigh against each different successor of a context of 1, 2, 4, 8 tokens. Chosen so
@@ -224,7 +225,7 @@ class SuffixProposer(Proposer):
         recycles: whether the memory's adjacencies are used; those of one and two tokens then replace the memory's.
         corpus: a table of reference texts.
 
-    Cost: memory of 36 bytes per context, at most four contexts per token of a running request, in tables that double.
+    Cost: 144 to 288 bytes per token of a running request, in tables that double.
 
     Source: prediction by partial matching (Cleary and Witten, 1984) for the mixture; SuffixDecoding (arXiv 2411.04975)
     for outputs of earlier requests; Token Recycling (arXiv 2408.08696) for adjacencies.
@@ -327,8 +328,8 @@ class SuffixProposer(Proposer):
                 self._point(row, RECYCLING, partition.adjacency)
 
     def _allot(self, row: int, num_tokens: int) -> None:
-        """Give a row an empty table with room for as many tokens again at least; the lookup fills it."""
-        self._tables[row] = SuccessorTable(2 * len(ORDERS) * num_tokens)
+        """Give a row an empty table with room for all contexts of its tokens and some to come; the lookup fills it."""
+        self._tables[row] = SuccessorTable(len(ORDERS) * (num_tokens + ROOM))
         self._point(row, OWN, self._tables[row])
         self._counted[row, 0] = 0
 
