@@ -171,15 +171,16 @@ class EngineThread:
         self._end(failure)
 
     def _run_commands(self) -> bool:
-        """Run what callers asked for, waiting for it while there is nothing to step; False: stop."""
-        while True:
-            try:
-                command = self._commands.get(block=not self._streams)
-            except queue.Empty:
-                return True
+        """Run what callers have asked for, waiting for it while there is nothing to step; False: stop.
+
+        What they ask for meanwhile waits for a step, so that no flood of calls keeps requests from going on.
+        """
+        for _ in range(self._commands.qsize() or (0 if self._streams else 1)):
+            command = self._commands.get()
             if command is None:
                 return False
             _run_command(*command)
+        return True
 
     def _deliver(self, updated: list[Request]) -> None:
         for request_id in dict.fromkeys(request.parent_id for request in updated):

@@ -36,6 +36,7 @@ class LLMEngine:
         self._lock = threading.RLock()
         self._output_processor = output_processor
         self._stats = stats
+        self.num_ended = 0  # requests that ended in steps: whoever waits for some looks again when it has grown
 
     @property
     def core(self) -> EngineCore:
@@ -83,6 +84,7 @@ class LLMEngine:
         """Compute one step and return the requests that gained tokens or ended."""
         with self._lock:
             updated = self.core.step()
+            self.num_ended += sum(request.is_finished for request in updated)
             if self._stats is not None:
                 self._stats.observe(updated)
             return updated

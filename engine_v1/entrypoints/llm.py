@@ -419,10 +419,10 @@ class LLM:
         with DeferredInterrupt():
             self.llm_engine.add(requests)
 
-    def _step(self) -> None:
-        """Compute one step. Ctrl-C waits for its end."""
+    def _step(self) -> bool:
+        """Compute one step and tell whether anything moved. Ctrl-C waits for its end."""
         with DeferredInterrupt():
-            self.llm_engine.step()
+            return bool(self.llm_engine.step())
 
     def _abort(self, requests: list[ParentRequest]) -> None:
         with DeferredInterrupt():
@@ -433,11 +433,13 @@ class LLM:
         progress = _Progress(len(requests), use_tqdm if callable(use_tqdm) else tqdm) if use_tqdm else None
         try:
             self._admit(requests)
-            unfinished = requests
+            unfinished, num_ended = requests, -1
             while unfinished:
-                self._step()
-                finished = [request for request in unfinished if request.is_finished]
-                if finished:
+                moved, finished = self._step(), []
+                # Thousands may wait: looked through only when some request, perhaps another caller's, has ended.
+                if self.llm_engine.num_ended != num_ended or not moved:
+                    num_ended = self.llm_engine.num_ended
+                    finished = [request for request in unfinished if request.is_finished]
                     unfinished = [request for request in unfinished if not request.is_finished]
                 if progress is not None:
                     progress.update(finished)

@@ -9,6 +9,7 @@ import pytest
 
 from engine_v1 import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
 from engine_v1.config import UnknownOptionError
+from engine_v1.engine.engine_thread import OutputStream
 from tests.checkpoints import (
     CYCLE_PROMPT,
     PEPPER,
@@ -143,6 +144,21 @@ def test_a_slow_reader_gets_everything_at_once(engine, kind):
     assert last.finished
     if kind == RequestOutputKind.CUMULATIVE:
         assert len(last.outputs[0].logprobs) == 200
+
+
+def test_calls_between_steps_do_not_keep_requests_from_going_on(engine):
+    """However quickly one call follows another, each lets a step pass: 100 tokens need no more than 101 of them."""
+
+    async def main():
+        [request] = engine._engine.make_requests([CYCLE_PROMPT], greedy(max_tokens=100))
+        stream = OutputStream(request, asyncio.get_running_loop())
+        engine._thread.add(stream)
+        for _ in range(101):
+            engine._thread.call(lambda: None)
+            await engine.get_metrics()
+        return await stream.get()
+
+    assert asyncio.run(main()).finished
 
 
 @pytest.mark.parametrize("as_list", [False, True])
