@@ -95,6 +95,14 @@ class SpecDecodeMetrics:
         return histogram
 
     @property
+    def num_accepted_tokens_per_pos(self) -> list[int]:
+        """How many drafted steps accepted the token at each position of the draft; never rising."""
+        accepted = [
+            count for drafted, count in zip(self.per_step_drafted, self.per_step_accepted, strict=True) if drafted
+        ]
+        return [sum(count > position for count in accepted) for position in range(self.num_spec_tokens)]
+
+    @property
     def mean_acceptance_length(self) -> float:
         """1 + accepted draft tokens per drafted step; 1.0 where nothing was drafted."""
         return 1.0 + self.num_accepted_draft_tokens / max(1, self.num_spec_steps)

@@ -19,9 +19,19 @@ PRIOR = (0.2, 0.24, 0.5, 0.6, 0.7, 0.74, 0.8, 0.86, 0.87, 0.9, 0.91, 0.91, 0.92,
 PREDICTION_PRIOR = (0.8, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95)
 PRIORS = {"prediction": PREDICTION_PRIOR}
 
+# Drafters that estimate each token's chance get tables of their own, by the estimate in steps of a twentieth instead of
+# by match length: how often such estimates come true. Their prior is that they are right.
+ESTIMATED = " by estimate"
+NUM_ESTIMATES = 20
+
+
+def estimate_grade(estimate: float) -> int:
+    """Return the place of a drafter's own estimate in the tables of its source with ``ESTIMATED`` behind its name."""
+    return min(NUM_ESTIMATES - 1, int(estimate * NUM_ESTIMATES))
+
 
 class AcceptanceEstimator:
-    """Acceptance rates of draft tokens by source and match length, over all requests.
+    """Acceptance rates of draft tokens by source and match length, or by the source's own estimate, over all requests.
 
     A guess need not be verified to be scored: it is compared with what the model says anyway. So rates are as
     well known for drafts that were not worth a row as for those that were, and finding out that drafting pays
@@ -37,8 +47,8 @@ class AcceptanceEstimator:
         """Return how likely a guess is right that follows a match of so many tokens.
 
         Args:
-            source: where it comes from.
-            match_length: tokens before it that agree with where it comes from.
+            source: where it comes from; with ``ESTIMATED`` behind it where the next is no match length.
+            match_length: tokens before it that agree with where it comes from, or :func:`estimate_grade`.
             log_odds: what the request's own guesses add.
         """
         table = self._log_odds.get(source) or self._start(source)
@@ -56,7 +66,9 @@ class AcceptanceEstimator:
         return max(-MAX_REQUEST_LOG_ODDS, min(MAX_REQUEST_LOG_ODDS, moved))
 
     def _start(self, source: str) -> list[float]:
-        prior = PRIORS.get(source, PRIOR)
+        prior: tuple[float, ...] = PRIORS.get(source, PRIOR)
+        if source.endswith(ESTIMATED):
+            prior = tuple((grade + 0.5) / NUM_ESTIMATES for grade in range(NUM_ESTIMATES))
         rates = [prior[min(length, len(prior) - 1)] for length in range(MAX_MATCH + 1)]
         self._hits[source] = [rate * PRIOR_WEIGHT for rate in rates]
         self._trials[source] = [PRIOR_WEIGHT] * len(rates)

@@ -8,10 +8,13 @@ from typing import NamedTuple, Protocol
 from engine_v1.core.scheduler_output import SchedulerOutput
 from engine_v1.request import Request
 from engine_v1.sample.logits_rules import NO_RULES
-from engine_v1.spec_decode.acceptance import AcceptanceEstimator
+from engine_v1.spec_decode.acceptance import ESTIMATED, AcceptanceEstimator, estimate_grade
 from engine_v1.spec_decode.cost_model import CostModel, StepLoad
 
 FORCED_SOURCE = "grammar"  # these drafts are certain; nobody shortens them
+# A draft row must be worth this many times what it costs: chances and costs are estimates, and where nobody waits a
+# token that comes before its neighbours' is worth a little less than one that comes for all.
+SAFETY = 1.1
 
 
 class LengthController(Protocol):
@@ -93,9 +96,14 @@ class _Guess(NamedTuple):
     request: Request
     state: _RowState
     num_output_tokens: int
-    source: str
+    source: str  # as the acceptance estimator knows it
     token_ids: list[int]
     match_length: int
+    estimates: list[float]  # the drafter's own, or []
+
+    def grade(self, position: int) -> int:
+        """Return by what the token at a position of the draft is judged: a match length, or its estimate's place."""
+        return estimate_grade(self.estimates[position]) if self.estimates else self.match_length + position
 
 
 class AdaptiveLength(LengthController):
@@ -187,14 +195,14 @@ class AdaptiveLength(LengthController):
         heap: list[tuple[float, int, float, int]] = []
         kept = [0] * len(self._guesses)
         for index, guess in enumerate(self._guesses):
-            chance = probability(guess.source, guess.match_length, guess.state.log_odds)
+            chance = probability(guess.source, guess.grade(0), guess.state.log_odds)
             heap.append((rate * key_cost * guess.request.num_tokens - chance, index, chance, 1))
         heapify(heap)
         first_s = seconds
         while heap:
             negated, index, chance, length = heap[0]
             row_s = cost.row_seconds(num_rows, num_sampled, drawn=drawn)
-            if -negated <= rate * row_s:
+            if -negated <= rate * row_s * SAFETY:
                 break
             guess = self._guesses[index]
             kept[index] = length
@@ -208,7 +216,7 @@ class AdaptiveLength(LengthController):
             if length == len(guess.token_ids):
                 heappop(heap)
                 continue
-            chance *= probability(guess.source, guess.match_length + length, guess.state.log_odds)
+            chance *= probability(guess.source, guess.grade(length), guess.state.log_odds)
             heapreplace(heap, (rate * key_s - chance, index, chance, length + 1))
         num_drafts = sum(kept)
         self._draft_row_s = (seconds - first_s) / num_drafts if num_drafts else 0.0
@@ -239,7 +247,7 @@ class AdaptiveLength(LengthController):
         log_odds, num_right = state.log_odds, 0
         for draft_id, token_id in zip(guess.token_ids, new_ids, strict=False):
             accepted = draft_id == token_id
-            log_odds = observe(source, guess.match_length + num_right, log_odds, accepted=accepted)
+            log_odds = observe(source, guess.grade(num_right), log_odds, accepted=accepted)
             if not accepted:
                 break
             num_right += 1
@@ -257,9 +265,12 @@ class AdaptiveLength(LengthController):
 def _guess(request: Request, state: _RowState) -> _Guess:
     """Note a draft, and how many tokens before it agree with where it comes from."""
     draft, match_length = request._spec_token_ids, request._spec_match_length
+    source, estimates = request._spec_source, request._spec_probs
+    if estimates:
+        source += ESTIMATED
     # A lookup of at most n tokens reports at most n. A draft that says what the last one said has matched all that the
     # last one has.
     goes_on = draft[: len(state.rest)] == state.rest if state.rest else match_length > 1
     if goes_on and state.match_length > match_length:
         match_length = state.match_length
-    return _Guess(request, state, request.num_output_tokens, request._spec_source, draft, match_length)
+    return _Guess(request, state, request.num_output_tokens, source, draft, match_length, estimates)

@@ -209,3 +209,31 @@ class TestModelConfig:
         """What cannot be honoured raises with the value and the bound."""
         with pytest.raises(ValueError, match=re.escape(message)):
             ModelConfig(**{"model": "m", **changes})
+
+
+class TestBatchSizeTable:
+    def test_entries_are_kept_in_order(self):
+        """Lists or tuples, in any order, become sorted tuples; there may be gaps, and 0 switches drafting off."""
+        config = SpeculativeConfig.from_dict(
+            {"method": "ngram", "num_speculative_tokens_per_batch_size": [[9, 32, 0], (1, 4, 5)]}
+        )
+        assert config.num_speculative_tokens_per_batch_size == ((1, 4, 5), (9, 32, 0))
+
+    @pytest.mark.parametrize(
+        "table,message",
+        [
+            ([], "must be a list of"),
+            (5, "must be a list of"),
+            ([1, 4, 5], "must be a list of"),
+            ([[1, 4]], "must be a list of"),
+            ([[2, 4, 5]], "must start at batch size 1"),
+            ([[1, 4, 5], [4, 8, 2]], "batch size 4 is in two entries"),
+            ([[1, 4, 6]], "must be at most 5, got 6"),
+            ([[1, 0, 5]], "must be at least 1, got 0"),
+            ([[1, "4", 5]], "must be an integer, got '4'"),
+        ],
+    )
+    def test_a_table_that_is_none_is_refused(self, table, message):
+        """As in vLLM: ranges of batch sizes from 1 on, without overlap, of at most num_speculative_tokens each."""
+        with pytest.raises(ValueError, match=message):
+            SpeculativeConfig.from_dict({"method": "ngram", "num_speculative_tokens_per_batch_size": table})

@@ -74,6 +74,7 @@ def test_metrics_of_a_run():
     metrics = SpecDecodeMetrics(5, num_output_tokens=12, per_step_drafted=[0, 5, 4], per_step_accepted=[0, 5, 4])
     assert metrics.num_steps == 3
     assert metrics.num_spec_steps == 2
+    assert metrics.num_accepted_tokens_per_pos == [2, 2, 2, 2, 1]
     assert metrics.num_draft_tokens == 9
     assert metrics.num_accepted_draft_tokens == 9
     assert metrics.acceptance_histogram == [0, 0, 0, 0, 1, 1]

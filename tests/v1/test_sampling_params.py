@@ -205,3 +205,11 @@ def test_copies_are_equal():
 def test_table_of_refusals_names_fields():
     """The table of what is not built holds names that exist, so that it shrinks as features are built."""
     assert set(_NOT_BUILT) <= {field.name for field in fields(SamplingParams)}
+
+
+def test_a_request_may_bound_its_drafts():
+    """None leaves them to the engine, 0 switches them off, a number bounds them; below 0 is refused."""
+    assert [SamplingParams(num_speculative_tokens=own).num_speculative_tokens for own in (None, 0, 7)] == [None, 0, 7]
+    for bad in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="num_speculative_tokens must be"):
+            SamplingParams(num_speculative_tokens=bad)

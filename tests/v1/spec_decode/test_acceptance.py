@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine_v1.spec_decode.acceptance import MAX_MATCH, PRIOR, AcceptanceEstimator
+from engine_v1.spec_decode.acceptance import ESTIMATED, MAX_MATCH, PRIOR, AcceptanceEstimator, estimate_grade
 
 
 def test_it_starts_with_the_measured_rates():
@@ -49,3 +49,15 @@ def test_a_request_has_its_own_log_odds():
         high = acceptance.observe("b", 1, high, accepted=True)
     assert -3.0 <= low < 0.0 < high <= 3.0
     assert acceptance.probability("c", 2, low) < acceptance.probability("c", 2) < acceptance.probability("c", 2, high)
+
+
+def test_a_drafters_own_estimates_are_believed_until_they_prove_wrong():
+    """0.72 is the fifteenth twentieth and taken as 0.725; a drafter that says so and is right half the time learns."""
+    acceptance, rng = AcceptanceEstimator(), random.Random(0)
+    assert [estimate_grade(estimate) for estimate in (0.0, 0.72, 1.0)] == [0, 14, 19]
+    source = "suffix" + ESTIMATED
+    assert acceptance.probability(source, 14) == pytest.approx(0.725)
+    for _ in range(1000):
+        acceptance.observe(source, 14, 0.0, accepted=rng.random() < 0.5)
+    assert acceptance.probability(source, 14) == pytest.approx(0.5, abs=0.1)
+    assert acceptance.probability("suffix", 14) == pytest.approx(PRIOR[-1])

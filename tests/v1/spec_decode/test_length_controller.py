@@ -3,6 +3,7 @@
 import pytest
 
 from engine_v1.engine.core import EngineCore
+from engine_v1.spec_decode import length_controller
 from engine_v1.spec_decode.cost_model import CostModel, StepLoad, StepTimes
 from engine_v1.spec_decode.length_controller import AdaptiveLength, BatchSizeTable
 from engine_v1.spec_decode.proposer import Proposer
@@ -64,8 +65,9 @@ class TestWhatPays:
         make_controller().shorten(scheduler.running, ())
         assert lengths(requests) == [0, 0, 0, 0, 2, 0]
 
-    def test_the_choice_is_the_best_there_is(self):
-        """Of all ways to shorten three drafts none gives more expected tokens per second."""
+    def test_the_choice_is_the_best_there_is(self, monkeypatch):
+        """Without the margin for errors no way to shorten three drafts has more expected tokens per second."""
+        monkeypatch.setattr(length_controller, "SAFETY", 1.0)
         scheduler = make_scheduler()
         requests = decoding(scheduler, 3)
         controller = make_controller(StepTimes(layers={1: 4.0, 4: 4.4, 8: 6.0, 16: 14.0}, head={1: 0.5, 16: 1.0}))
@@ -108,6 +110,17 @@ class TestWhatPays:
         draft(request, [1, 2, 3], match_length=20)
         controller.shorten(scheduler.running, [make_request("r7", 100)])
         assert lengths([request]) == [3]
+
+    def test_estimates_of_the_drafter_come_before_match_lengths(self):
+        """Two requests with the same match: the rows go to the one whose drafter is sure."""
+        scheduler = make_scheduler()
+        requests = decoding(scheduler, 7)
+        for request in requests[:2]:
+            draft(request, [1, 2], match_length=4)
+        requests[0]._spec_probs = [0.1, 0.1]
+        requests[1]._spec_probs = [0.97, 0.2]
+        make_controller().shorten(scheduler.running, ())
+        assert lengths(requests[:2]) == [0, 1]
 
     def test_forced_tokens_are_left_alone(self):
         """What a grammar forces is certain, and takes the rows it takes."""
