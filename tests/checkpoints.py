@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 CYCLE_PROMPT = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2]
 PEPPER = "\U0001f336".encode()  # F0 9F 8C B6
@@ -29,14 +29,33 @@ def letter_tokenizer(vocab_size: int = 32) -> Tokenizer:
     return tokenizer
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Token b is the byte b."""
+def _byte_alphabet() -> dict[str, int]:
+    """Which byte each character of a byte-level vocabulary stands for."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
-    characters = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE({characters[b]: b for b in range(256)}, []))
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token b is the byte b."""
+    tokenizer = Tokenizer(models.BPE(_byte_alphabet(), []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def piece_tokenizer(pieces: list[str], special: list[str]) -> Tokenizer:
+    """Tokens are pieces of text, of which only single bytes come out of encoding, then special tokens."""
+    to_characters = {b: c for c, b in _byte_alphabet().items()}
+    vocab: dict[str, int] = {}
+    for piece in pieces:
+        for token in piece.encode() if len(piece) == 1 else [piece.encode()]:
+            spelled = bytes([token]) if isinstance(token, int) else token
+            vocab.setdefault("".join(to_characters[b] for b in spelled), len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
     return tokenizer
 
 
@@ -74,6 +93,19 @@ def write_random_llama(
     full = _llama_config(vocab_size, hidden_size=64, num_hidden_layers=2) | config
     torch.manual_seed(seed)
     return _write(directory, full, _llama_weights(full), tokenizer)
+
+
+def write_repetitive_llama(directory: Path, tokenizer: Tokenizer, *, vocab_size: int, **config: object) -> Path:
+    """A random Llama that tends to follow each token with one and the same, so that drafts are kept now and then.
+
+    Its vocabulary may be larger than the tokenizer's.
+    """
+    full = _llama_config(vocab_size, hidden_size=64, num_hidden_layers=2) | config
+    torch.manual_seed(1)
+    weights = _llama_weights(full)
+    successors = torch.randperm(vocab_size)
+    weights["lm_head.weight"][successors] += 0.15 * weights["model.embed_tokens.weight"]
+    return _write(directory, full, weights, tokenizer)
 
 
 def _llama_config(

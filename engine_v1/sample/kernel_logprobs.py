@@ -48,7 +48,7 @@ class KernelLogprobs:
         counts = np.where(num_logprobs > _MAX_LISTED, 0, np.minimum(num_logprobs, vocab_size))
         most = int(counts.max(initial=0))
         pieces, lists, entries = (num_rows, num_pieces), (num_rows, num_pieces, most), (num_rows, most + 1)
-        ids, values, ranks = np.empty(entries, np.int32), np.empty(entries, np.float32), np.empty(entries, np.int32)
+        ids, values, ranks = np.empty(entries, np.int32), np.zeros(entries, np.float32), np.empty(entries, np.int32)
         lengths, log_totals = np.empty(num_rows, np.int64), np.empty(num_rows, np.float64)
         with parallel_entry:
             if num_rows <= _MAX_SERIAL_ROWS:
