@@ -10,6 +10,18 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def one_kernel_thread():
+    """Let engines made in this file compute with one thread: for thousands of tiny steps a second one is in the way."""
+    from engine_v1.kernels.parallel import num_threads_cached
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        num_threads_cached.cache_clear()
+        yield
+    num_threads_cached.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def demo_model_path():
     """The demo model's directory; tests that need it are skipped where it can be neither found nor fetched."""

@@ -1,7 +1,7 @@
 """Every parameter together with every other: speculation changes nothing that a user sees."""
 
 import collections
-import dataclasses
+import itertools
 import random
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from engine_v1 import LLM, SamplingParams
 from tests.checkpoints import piece_tokenizer, write_repetitive_llama
 
-PIECES = [*"abcdefgh 012\n\"{}:,[]-🌶", "ab", "cd", "bcd", " a", 'ef"', "🌶g"]
+PIECES = [*'abcdefgh 012\n"{}:,[]-🌶', "ab", "cd", "bcd", " a", 'ef"', "🌶g"]
 SPECIAL = ["<eos>", "<end>", "<x>"]
 TOKENIZER = piece_tokenizer(PIECES, SPECIAL)
 EOS, END, X = (TOKENIZER.token_to_id(text) for text in SPECIAL)
@@ -89,27 +89,28 @@ def random_options(rng: random.Random) -> dict[str, Any]:
     return options
 
 
-K5 = {"method": "ngram", "num_speculative_tokens": 5}
-# An engine of each kind, how it drafts, and what of its outputs cannot be compared with a roomy engine's.
+K5 = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
+# Engines that move rows about in different ways, and how each drafts.
 ENGINES = {
     "roomy": ({}, K5),
     "small blocks and budget": ({"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 24}, K5),
     "tiny chunks, long drafts": (
         {"max_num_batched_tokens": 16, "max_num_seqs": 8},
-        {"method": "ngram", "num_speculative_tokens": 12, "prompt_lookup_max": 1},
+        K5 | {"num_speculative_tokens": 12, "prompt_lookup_max": 1},
     ),
     "preemption": ({"block_size": 4, "num_gpu_blocks_override": 60}, K5),
     "no prefix cache": (
         {"enable_prefix_caching": False, "long_prefill_token_threshold": 7},
-        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_tie": "earliest", "prompt_lookup_min": 2},
+        K5 | {"num_speculative_tokens": 3, "prompt_lookup_tie": "earliest", "prompt_lookup_min": 2},
     ),
-    "few seats, one draft token": ({"max_num_seqs": 3, "block_size": 5}, K5 | {"num_speculative_tokens": 1}),
+    "few seats, one draft token": ({"max_num_seqs": 4, "block_size": 5}, K5 | {"num_speculative_tokens": 1}),
+    "all drafters, adaptive lengths": ({"max_num_seqs": 16}, {"method": "auto"}),
 }
-CASES_PER_ENGINE = 350
+CASES_PER_ENGINE = 300  # 2,100 in all
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory, one_kernel_thread):
     directory = tmp_path_factory.mktemp("repetitive")
     return write_repetitive_llama(directory, TOKENIZER, vocab_size=VOCAB, eos_token_id=[EOS, END])
 
@@ -128,22 +129,35 @@ def seen(output):
     return completions, output.prompt_logprobs, output.prompt_token_ids
 
 
-REASONS: collections.Counter[str] = collections.Counter()
+def cases_of(name):
+    """The requests for an engine: prompts and options, the same in every run."""
+    rng = random.Random(name)
+    return [(rng.choice(PROMPTS), random_options(rng)) for _ in range(CASES_PER_ENGINE)]
+
+
+def test_the_cases_hold_every_parameter_often():
+    """2,100 requests, all of them different, with each parameter in at least 80 and each two in some."""
+    cases = [case for name in ENGINES for case in cases_of(name)]
+    assert len({repr(case) for case in cases}) == len(cases) >= 2000
+    alone = collections.Counter(name for _, options in cases for name in options)
+    assert min(alone.values()) >= 80
+    pairs = collections.Counter(pair for _, options in cases for pair in itertools.combinations(sorted(options), 2))
+    excluded = {("detokenize", "stop"), ("prompt_logprobs", "skip_reading_prefix_cache")}
+    assert set(itertools.combinations(sorted(alone), 2)) - set(pairs) == excluded
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_parameters_and_speculation_are_independent(model, name):
     """Requests with random parameters, in one batch, give on a drafting engine what a plain, roomy one gives."""
-    rng = random.Random(name)
     options, speculation = ENGINES[name]
-    cases = [random_options(rng) for _ in range(CASES_PER_ENGINE)]
-    prompts = [rng.choice(PROMPTS) for _ in cases]
-    params = [SamplingParams(**case) for case in cases]
+    cases = cases_of(name)
+    prompts = [prompt for prompt, _ in cases]
+    params = [SamplingParams(**given) for _, given in cases]
     plain, _ = generate(model, prompts, params, None)
     drafted, metrics = generate(model, prompts, params, speculation, **options)
-    for case, prompt, on, off in zip(cases, prompts, drafted, plain, strict=True):
-        assert seen(on) == seen(off), f"{case} after {prompt}"
-    assert metrics["vllm:spec_decode_num_accepted_tokens"].value > CASES_PER_ENGINE
+    for case, on, off in zip(cases, drafted, plain, strict=True):
+        assert seen(on) == seen(off), case
+    assert metrics["vllm:spec_decode_num_accepted_tokens"].value > 100
     assert metrics["vllm:num_preemptions"].value > 0 or name != "preemption"
-    for output in plain:
-        REASONS.update(f"{one.finish_reason}, {type(one.stop_reason).__name__}" for one in output.outputs)
+    endings = {(one.finish_reason, type(one.stop_reason)) for output in plain for one in output.outputs}
+    assert endings == {("stop", type(None)), ("stop", int), ("stop", str), ("length", type(None)), ("error", str)}

@@ -205,6 +205,41 @@ def test_where_no_token_is_left_the_request_says_so(byte_model, form, allowed, k
     assert other.outputs[0].text == "fine"
 
 
+def test_an_end_below_min_tokens_leaves_no_token(byte_model):
+    """A grammar that allows nothing but EOS before min_tokens ends its request with an error that names both."""
+    params = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=5, structured_outputs={"choice": ["abc"]})
+    enough = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=3, structured_outputs={"choice": ["abc"]})
+    output, other = both(byte_model, [params, enough], PROMPTS[:2])
+    assert (bytes(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (b"abc", "error")
+    assert "structured_outputs, min_tokens" in output.outputs[0].stop_reason
+    assert (other.outputs[0].text, other.outputs[0].finish_reason) == ("abc", "stop")
+
+
+def test_a_logits_processor_cannot_leave_the_form(byte_model):
+    """What it says of tokens that the form excludes changes nothing."""
+
+    def insists(output, logits):
+        logits[ord("z") if len(output) == 2 else ord("a")] = 1000.0
+        return logits
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=9, logits_processors=[insists], structured_outputs={"regex": "(a|b)*"}
+    )
+    (output,) = both(byte_model, [params], PROMPTS[:1])
+    assert re.fullmatch("aa[ab]a{6}", output.outputs[0].text)
+
+
+def test_samples_of_one_prompt_follow_the_form_each_for_itself(byte_model):
+    """All four outputs are valid, and not all equal."""
+    params = SamplingParams(temperature=1.5, n=4, seed=3, max_tokens=100, structured_outputs=FORMS["json"])
+    (on,), _ = generate(byte_model, params, SPECULATION, PROMPTS[:1])
+    (off,), _ = generate(byte_model, params, None, PROMPTS[:1])
+    texts = [one.text for one in on.outputs]
+    assert texts == [one.text for one in off.outputs]
+    assert all(is_valid("json", text) for text in texts)
+    assert len(set(texts)) > 1
+
+
 def test_a_bad_form_is_refused_and_nothing_else_is_lost(byte_model):
     """The error names the prompt; a request that runs meanwhile ends as it would have."""
     good = SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=FORMS["json"])

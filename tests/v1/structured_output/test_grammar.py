@@ -87,7 +87,7 @@ def test_a_stop_id_that_is_a_letter_is_text_inside_the_grammar():
 
 
 def test_after_a_token_outside_the_grammar_none_is_allowed():
-    """Such a token can come from a logits processor; it ends what may follow, whatever came later."""
+    """Whatever let such a token through, nothing may follow, and no later token changes that."""
     grammar = make_grammar(choice=["ab"])
     for token in ids("zab"):
         grammar.advance(token)
