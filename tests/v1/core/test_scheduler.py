@@ -467,3 +467,30 @@ class TestGrammar:
         assert sets(by_id["r0"].grammar_masks) == ["abc", "abc", "."]
         assert by_id["r1"].grammar_masks is None
         assert sets(request.grammar.masks(ids("c"))) == ["abc", "."]
+
+
+class TestPromptLogprobs:
+    def test_each_prompt_token_is_asked_about_once(self):
+        """A prompt of 10 in chunks of 4 is asked about at positions 0 to 8, and after a preemption not again."""
+        scheduler = make_scheduler(max_num_seqs=2, max_num_batched_tokens=4)
+        (r0,) = add(scheduler, make_request("r0", 10, prompt_logprobs=0))
+        asked = []
+        for _ in range(3):
+            step = scheduler.schedule()
+            positions = list(step.scheduled[0].prompt_logprob_positions)
+            asked += positions
+            output = sampled({"r0": [7]} if step.scheduled[0].samples else {})
+            output.prompt_logprobs = {"r0": [TokenLogprobs(*map(np.array, ([p], [-1.0], [1]))) for p in positions]}
+            scheduler.update_from_output(step, output)
+        assert asked == list(range(9))
+        assert len(r0.prompt_logprobs) == 9
+        assert scheduler.reset_prefix_cache(reset_running_requests=True)
+        assert not scheduler.schedule().scheduled[0].prompt_logprob_positions
+
+    def test_cached_positions_are_computed_all_the_same(self):
+        """A request that asks finds no cached block and waits for none; its neighbour that does not ask finds two."""
+        scheduler = make_scheduler(block_size=4)
+        add(scheduler, make_request("r0", [1] * 12, prompt_logprobs=1), make_request("r1", [1] * 12, prompt_logprobs=1))
+        assert scheduled_tokens(run_step(scheduler)) == [12, 12]
+        add(scheduler, make_request("r2", [1] * 12, prompt_logprobs=0), make_request("r3", [1] * 12))
+        assert scheduled_tokens(run_step(scheduler)) == [1, 1, 12, 4]
