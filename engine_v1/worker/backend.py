@@ -75,6 +75,9 @@ class Backend(Protocol):
         """
         ...
 
+    def synchronize(self) -> None:
+        """Wait until everything begun has been computed, for those who measure time."""
+
     def describe(self) -> str:
         """Return a line that says with what it computes."""
         ...
@@ -173,6 +176,11 @@ class TorchBackend:
             wanted = zip(logits, token_ids[some].tolist(), num_logprobs[some].tolist(), strict=True)
             found += [token_logprobs(row, token_id, count) for row, token_id, count in wanted]
         return found
+
+    def synchronize(self) -> None:
+        """See :class:`Backend`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def describe(self) -> str:
         """See :class:`Backend`."""

@@ -140,6 +140,7 @@ def _time_step(runner: GPUModelRunner, shape: _Shape, clock: Callable[[], float]
         rows = dataclasses.replace(rows, temperature=np.ones(len(positions)))
     started = clock()
     runner.backend.forward(np.zeros(len(positions), np.int64), positions, metadata)
+    runner.backend.synchronize()
     between = clock()
     runner.backend.sample(np.arange(len(positions)), rows, keep_logits=False)
     return between - started, clock() - between

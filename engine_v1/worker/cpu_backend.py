@@ -70,6 +70,9 @@ class CpuBackend:
             found += self._prompt_logprobs.compute(logits, rows, token_ids[some], num_logprobs[some])
         return found
 
+    def synchronize(self) -> None:
+        """See :class:`Backend`. Kernels return when they are done."""
+
     def describe(self) -> str:
         """See :class:`Backend`."""
         weights = self.decoder.describe_weights()

@@ -1,0 +1,82 @@
+"""Ratios of pairs, cells that are kept, and what is asked for on the command line."""
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from engine_v1.entrypoints.bench_report import RequestResult, Run
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The script, imported as Python runs it: with its own directory on the path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        yield importlib.import_module("bench_never_slower")
+
+
+def make_run(prefill_s, decode_s, *, drafted=(0, 0, 0), accepted=(0, 0, 0), token_ids=(1, 2, 3)):
+    """One request of three tokens."""
+    result = RequestResult("qa", 10, token_ids, "length", prefill_s, decode_s, drafted, accepted)
+    return Run((result,), wall_s=prefill_s + decode_s, start_s=0.0)
+
+
+def test_ratios_are_medians_of_pairs(script):
+    """Three pairs of 4 s without drafts: with them 2, 4 and 5 s in all, of which 1 s is the prompt's."""
+    off = [make_run(1.0, 3.0) for _ in range(3)]
+    on = [make_run(1.0, decode_s, drafted=(0, 2), accepted=(0, 1)) for decode_s in (1.0, 3.0, 4.0)]
+    cell = script.cell_figures(16, "qa", on, off)
+    assert (cell["ratio"], cell["decode_ratio"]) == (1.0, 1.0)
+    assert cell["ratio_each"] == [2.0, 1.0, 0.8]
+    assert cell["decode_ratio_each"] == [3.0, 1.0, 0.75]
+    assert (cell["tokens_per_step"], cell["draft_tokens_per_step"], cell["acceptance_rate"]) == (2.0, 2.0, 0.5)
+    assert (cell["identical"], cell["num_prompts"]) == (1, 1)
+    other = script.cell_figures(16, "qa", [make_run(1.0, 1.0, token_ids=(1, 2, 4))], off[:1])
+    assert other["identical"] == 0
+
+
+def test_the_worst_cell_is_the_headline(script):
+    """Over all, and by requests at a time; the table has a line for each cell, fewest requests first."""
+    off = make_run(1.0, 3.0)
+    cells = [
+        script.cell_figures(16, "qa", [make_run(1.0, 3.5)], [off]),
+        script.cell_figures(1, "qa", [make_run(1.0, 1.0)], [off]),
+        script.cell_figures(16, "rag", [make_run(1.0, 3.0)], [off]),
+    ]
+    headline = script.headline(cells)
+    assert (headline["worst_ratio"], headline["worst_decode_ratio"], headline["num_cells"]) == (0.8889, 0.8571, 3)
+    assert headline["by_concurrency"]["1"] == {"worst_ratio": 2.0, "worst_decode_ratio": 3.0}
+    lines = script.format_table(cells).splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["1", "qa"], ["16", "qa"], ["16", "rag"]]
+
+
+def test_a_run_goes_on_where_it_stopped(script, tmp_path, capsys):
+    """All cells asked for are in the file: nothing is run, and the table and the last line show them."""
+    results = tmp_path / "cells.jsonl"
+    assert script.read_results(results) == script.read_results(None) == []
+    cell = script.cell_figures(1, "random", [make_run(1.0, 1.0)], [make_run(1.0, 3.0)])
+    results.write_text(json.dumps(cell) + "\n")
+    script.main(["--concurrency", "1", "--results", str(results)])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["worst_ratio"] == 2.0
+
+
+def test_prompts_of_a_cell(script):
+    """10, 16, 64 and 64 of them; Spec-Bench's need its file."""
+    assert [script.num_prompts(concurrency) for concurrency in (1, 2, 4, 16, 64, 256)] == [10, 10, 16, 64, 64, 64]
+    args = argparse.Namespace(dataset_path=None, input_len=5, seed=0)
+    prompts = script.load_prompts(args, "random", 4, 100)
+    assert [len(prompt.token_ids) for prompt in prompts] == [5] * 16
+    with pytest.raises(ValueError, match="name it with --dataset-path"):
+        script.load_prompts(args, "rag", 4, 100)
+
+
+@pytest.mark.parametrize("argv", [["--pairs", "0"], ["--concurrency", "0"], ["--speculative-config", "null"]])
+def test_what_cannot_be_compared_is_refused(script, argv):
+    """No pairs, no requests, nothing to compare."""
+    with pytest.raises(SystemExit):
+        script.parse_args(argv)
