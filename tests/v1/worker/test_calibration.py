@@ -12,7 +12,7 @@ from engine_v1.worker.gpu_model_runner import GPUModelRunner
 
 
 class FakeBackend:
-    """Takes 4 s, 0.01 s a row and 0.001 s a key of each request, in the background; drawing 0.5 s a row, arg-max 0.1 s."""
+    """Takes 4 s, 0.01 s a row and 0.001 s a key of each request, later; drawing takes 0.5 s a row, arg-max 0.1 s."""
 
     def __init__(self):
         self.now = 0.0
