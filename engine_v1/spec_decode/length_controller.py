@@ -12,9 +12,11 @@ from engine_v1.spec_decode.acceptance import ESTIMATED, AcceptanceEstimator, est
 from engine_v1.spec_decode.cost_model import CostModel, StepLoad
 
 FORCED_SOURCE = "grammar"  # these drafts are certain; nobody shortens them
-# A draft row must be worth this many times what it costs: chances and costs are estimates, and where nobody waits a
-# token that comes before its neighbours' is worth a little less than one that comes for all.
+# A draft row must be worth this many times what it costs, since chances and costs are estimates.
 SAFETY = 1.1
+# The same while nobody waits. A request that ends early then leaves a shorter step, and no seat that another takes: a
+# token that comes before its neighbours' saves a row, which is less than its share of a step.
+SAFETY_ALONE = 1.4
 
 
 class LengthController(Protocol):
@@ -137,6 +139,7 @@ class AdaptiveLength(LengthController):
         self._states = [_RowState() for _ in range(num_rows)]
         self._guesses: list[_Guess] = []
         self._drawn = False  # whether the step stores logits
+        self._safety = SAFETY
         self._token_s = 0.0  # what a token of the step costs without drafts
         self._draft_row_s = 0.0  # what its draft rows cost, on average
 
@@ -163,6 +166,7 @@ class AdaptiveLength(LengthController):
                 self._guesses.append(_guess(request, state))
         if not self._guesses:
             return
+        self._safety = SAFETY if any(True for _ in waiting) else SAFETY_ALONE
         for request in islice(waiting, self._num_rows - len(running)):
             num_prompts += 1
             num_prompt_tokens += request.num_tokens
@@ -202,7 +206,7 @@ class AdaptiveLength(LengthController):
         while heap:
             negated, index, chance, length = heap[0]
             row_s = cost.row_seconds(num_rows, num_sampled, drawn=drawn)
-            if -negated <= rate * row_s * SAFETY:
+            if -negated <= rate * row_s * self._safety:
                 break
             guess = self._guesses[index]
             kept[index] = length

@@ -67,7 +67,7 @@ class TestWhatPays:
 
     def test_the_choice_is_the_best_there_is(self, monkeypatch):
         """Without the margin for errors no way to shorten three drafts has more expected tokens per second."""
-        monkeypatch.setattr(length_controller, "SAFETY", 1.0)
+        monkeypatch.setattr(length_controller, "SAFETY_ALONE", 1.0)
         scheduler = make_scheduler()
         requests = decoding(scheduler, 3)
         controller = make_controller(StepTimes(layers={1: 4.0, 4: 4.4, 8: 6.0, 16: 14.0}, head={1: 0.5, 16: 1.0}))
@@ -88,6 +88,17 @@ class TestWhatPays:
         controller.shorten(scheduler.running, ())
         assert rate(lengths(requests)) == pytest.approx(max(map(rate, ways)))
         assert lengths(requests) != [4, 4, 4]
+
+    def test_a_token_is_worth_less_while_nobody_waits(self):
+        """12 rows take 4 s, each further one a quarter: a sure guess pays where a seat that becomes free is taken."""
+        times = StepTimes(layers={1: 2.0, 12: 4.0, 64: 17.0}, head={1: 0.0})
+        for full, expected in ((True, 1), (False, 0)):
+            scheduler = make_scheduler(max_num_seqs=12)
+            requests = decoding(scheduler, 12)
+            draft(requests[0], [1], match_length=24)
+            controller = make_controller(times, num_rows=12)
+            controller.shorten(scheduler.running, [make_request("r99")] if full else ())
+            assert lengths(requests[:1]) == [expected]
 
     def test_long_contexts_make_rows_dearer(self):
         """Attention of a row to many keys costs more than the guess is worth; to few keys it does not."""
