@@ -109,13 +109,21 @@ def test_bad_values_raise(given, message):
         SamplingParams(**given)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"flat_logprobs": True},
-        {"extra_args": {"a": 1}},
-    ],
-)
+ASKS_FOR_SOMETHING = {
+    "prompt_logprob_token_ids": [1],
+    "prompt_logprob_start": 3,
+    "logprob_token_ids": [1],
+    "flat_logprobs": True,
+    "extra_args": {"a": 1},
+    "thinking_token_budget": 5,
+    "repetition_detection": {"max_pattern_size": 3},
+    "watermarking": {"key": 1},
+    "routed_experts_prompt_start": 2,
+    "trace_decode_token_ids": True,
+}
+
+
+@pytest.mark.parametrize("given", [{name: ASKS_FOR_SOMETHING[name]} for name in _NOT_BUILT], ids=str)
 def test_what_is_not_built_is_refused_by_name(given):
     """A parameter that could not be honoured raises and names itself."""
     (name,) = given

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_v1 import LLM, SamplingParams
+from engine_v1 import LLM, RequestOutputKind, SamplingParams
 from tests.checkpoints import piece_tokenizer, write_repetitive_llama
 
 PIECES = [*'abcdefgh 012\n"{}:,[]-🌶', "ab", "cd", "bcd", " a", 'ef"', "🌶g"]
@@ -76,7 +76,10 @@ def random_options(rng: random.Random) -> dict[str, Any]:
         "structured_outputs": (0.2, lambda: rng.choice(FORMS)),
         "skip_special_tokens": (0.2, lambda: False),
         "spaces_between_special_tokens": (0.1, lambda: False),
-        "detokenize": (0.05, lambda: False),
+        "detokenize": (0.06, lambda: False),
+        "output_kind": (0.1, lambda: rng.choice(list(RequestOutputKind))),
+        "stream_interval": (0.1, lambda: rng.choice((1, 5))),
+        "skip_clone": (0.1, lambda: True),
     }
     options = {"max_tokens": max_tokens, "temperature": rng.choice((0.0, 0.0, 0.3, 0.8, 1.0, 1.7))}
     options |= {name: choose() for name, (share, choose) in often.items() if rng.random() < share}
@@ -93,17 +96,23 @@ K5 = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
 # Engines that move rows about in different ways, and how each drafts.
 ENGINES = {
     "roomy": ({}, K5),
-    "small blocks and budget": ({"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 24}, K5),
+    "small blocks and budget": (
+        {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 24, "logprobs_mode": "processed_logprobs"},
+        K5,
+    ),
     "tiny chunks, long drafts": (
         {"max_num_batched_tokens": 16, "max_num_seqs": 8},
         K5 | {"num_speculative_tokens": 12, "prompt_lookup_max": 1},
     ),
     "preemption": ({"block_size": 4, "num_gpu_blocks_override": 60}, K5),
     "no prefix cache": (
-        {"enable_prefix_caching": False, "long_prefill_token_threshold": 7},
+        {"enable_prefix_caching": False, "long_prefill_token_threshold": 7, "logprobs_mode": "processed_logits"},
         K5 | {"num_speculative_tokens": 3, "prompt_lookup_tie": "earliest", "prompt_lookup_min": 2},
     ),
-    "few seats, one draft token": ({"max_num_seqs": 4, "block_size": 5}, K5 | {"num_speculative_tokens": 1}),
+    "few seats, one draft token": (
+        {"max_num_seqs": 4, "block_size": 5, "logprobs_mode": "raw_logits"},
+        K5 | {"num_speculative_tokens": 1},
+    ),
     "all drafters, adaptive lengths": ({"max_num_seqs": 16}, {"method": "auto"}),
 }
 CASES_PER_ENGINE = 300  # 2,100 in all
@@ -153,7 +162,8 @@ def test_parameters_and_speculation_are_independent(model, name):
     cases = cases_of(name)
     prompts = [prompt for prompt, _ in cases]
     params = [SamplingParams(**given) for _, given in cases]
-    plain, _ = generate(model, prompts, params, None)
+    shown = {"logprobs_mode": options.get("logprobs_mode", "raw_logprobs")}  # the one option that an output depends on
+    plain, _ = generate(model, prompts, params, None, **shown)
     drafted, metrics = generate(model, prompts, params, speculation, **options)
     for case, on, off in zip(cases, drafted, plain, strict=True):
         assert seen(on) == seen(off), case

@@ -122,6 +122,14 @@ def test_special_tokens_are_hidden_or_shown(skip, expected):
     assert detokenizer.text == expected
 
 
+@pytest.mark.parametrize("spaces", [True, False])
+def test_no_spaces_stand_between_special_tokens(spaces):
+    """Fast tokenizers put none, so that both values of spaces_between_special_tokens give the same text."""
+    detokenizer = make_detokenizer(skip_special_tokens=False, spaces_between_special_tokens=spaces)
+    feed(detokenizer, [97, EOS, EOS, 98])
+    assert detokenizer.text == "a<eos><eos>b"
+
+
 def test_hidden_token_does_not_split_a_character():
     """A special token between the bytes of a character is as if it were not there, as the tokenizer has it."""
     detokenizer = make_detokenizer()
