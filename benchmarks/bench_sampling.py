@@ -73,10 +73,11 @@ class SamplingClock:
 
 
 def run(llm: LLM, clock: SamplingClock, prompts: Sequence[Any], params: SamplingParams, at_a_time: int) -> Steps:
-    """Answer all prompts, some at a time, and return the steps in which all of those decoded."""
+    """Answer prompts in groups of one size, at most `at_a_time`; return the steps in which a whole group decoded."""
     engine, steps = llm.llm_engine, Steps()
-    for first in range(0, len(prompts), at_a_time):
-        parents = engine.make_requests(prompts[first : first + at_a_time], params)
+    size = -(-len(prompts) // -(-len(prompts) // at_a_time))  # 30 prompts, 16 at a time: 15 and 15
+    for first in range(0, len(prompts), size):
+        parents = engine.make_requests(prompts[first : first + size], params)
         requests = [request for parent in parents for request in parent.requests]
         engine.add(parents)
         while engine.has_unfinished_requests():
@@ -97,7 +98,7 @@ def run(llm: LLM, clock: SamplingClock, prompts: Sequence[Any], params: Sampling
 def measure(args: argparse.Namespace, prompts: Sequence[Any], speculation: dict[str, Any] | None) -> dict[str, Any]:
     """Return the figures of one engine, by requests at a time and case."""
     figures: dict[str, Any] = {}
-    with LLM(args.model, speculative_config=speculation, enable_prefix_caching=False) as llm:
+    with LLM(args.model, speculative_config=speculation) as llm:  # prompts are cached: only decode steps are timed
         clock = SamplingClock(llm)
         tokens = llm.preprocess_chat(prompts)
         params = {

@@ -268,15 +268,36 @@ def templated(demo_model_path, questions):
     ]
 
 
+# What requests of one batch ask of their logits; the seeds are their places.
+ASKED = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"temperature": 0.8, "min_p": 0.02, "presence_penalty": 0.5, "bad_words": ["the", "is a"]},
+    {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "logit_bias": {28: -2.0, 42: 1.5}},
+    {"temperature": 0.8, "top_k": 40, "min_tokens": 30, "ignore_eos": False},
+]
+
+
 @kernels_only
 def test_bfloat16_is_equal_to_the_last_bit(demo_model_path):
     """Tokens and logprobs, greedy and sampled, do not depend on drafts, batch, chunks, blocks, cache or preemption."""
     prompts = templated(demo_model_path, QUESTIONS)
     params = [
-        SamplingParams(temperature=temperature, top_p=top_p, seed=i, max_tokens=40, logprobs=2, ignore_eos=True)
-        for i, (temperature, top_p) in enumerate([(0.0, 1.0), (0.0, 1.0), (0.8, 1.0), (0.8, 0.9), (0.0, 1.0)])
+        SamplingParams(**{"ignore_eos": True, "seed": i, "max_tokens": 40, "logprobs": 2} | asked)
+        for i, asked in enumerate(ASKED)
     ]
     check_bits(prompts, params, VARIATIONS)
+
+
+@pytest.mark.slow
+@kernels_only
+def test_seeded_runs_are_equal_with_speculation(demo_model_path):
+    """20 prompts and 96 tokens each at temperature 0.8, alone and with penalties and cuts."""
+    prefixes = ("", "Be brief. ", "Answer in one sentence, then say it again. ", "Use a list. ")
+    prompts = templated(demo_model_path, [prefix + question for prefix in prefixes for question in QUESTIONS])
+    for extra in ({}, {"top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.2}):
+        params = [SamplingParams(temperature=0.8, seed=i, max_tokens=96, logprobs=1, **extra) for i in range(20)]
+        check_bits(prompts, params, ["speculation", "speculation, long drafts"])
 
 
 @pytest.mark.slow
