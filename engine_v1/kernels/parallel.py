@@ -132,4 +132,8 @@ def run_parallel(entry: int, threads: int, arguments: npt.NDArray[np.int64]) -> 
         RuntimeError: the process was forked after kernels had run.
     """
     with parallel_entry:
+        if threads < num_threads_cached():
+            numba.set_num_threads(
+                threads
+            )  # until the next entry: nobody is woken, or waited for, who has nothing to do
         _run(threads, entry, arguments.ctypes.data)

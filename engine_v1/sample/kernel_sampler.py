@@ -14,6 +14,9 @@ from engine_v1.kernels.schedule import sync_size
 from engine_v1.sample.rng import uniforms
 from engine_v1.sample.sampler import SamplingRows, run_custom_processors
 
+# So few rows take less time than a second thread can cost that has lost its CPU to another process.
+_MAX_SERIAL_ROWS = 2
+
 
 class KernelSampler:
     """Samples rows, each by itself and in a fixed order.
@@ -100,7 +103,8 @@ class KernelSampler:
         self._arguments[sampling.NUM_ROWS] = len(logits)
         self._arguments[sampling.LOGITS_STRIDE] = logits.strides[0]
         self._sync[:] = 0
-        run_parallel(self._entry, self._threads, self._arguments)
+        threads = self._threads if len(logits) > _MAX_SERIAL_ROWS else 1
+        run_parallel(self._entry, threads, self._arguments)
         for row, state in failed.items():
             status[row] = state
         return token_ids, status
