@@ -1,9 +1,13 @@
 """What the engine's step tells the proposer, and how an engine is put together."""
 
+import pytest
+
 from engine_v1 import LLM, SamplingParams
+from engine_v1.config import SPECULATIVE_METHODS, SpeculativeConfig
 from engine_v1.core.scheduler_output import ModelRunnerOutput
 from engine_v1.engine import core as engine_core
 from engine_v1.engine.core import EngineCore
+from engine_v1.spec_decode.factory import make_proposer
 from engine_v1.spec_decode.proposer import Proposer
 from engine_v1.worker.calibration import measure_step_times
 from tests.checkpoints import CYCLE_PROMPT, cycle_successor, letter_tokenizer, write_successor_model
@@ -117,3 +121,52 @@ def test_a_model_that_cannot_be_timed_is_used_all_the_same(tmp_path, monkeypatch
     assert output.outputs[0].token_ids == [3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4]
     assert output.outputs[0].spec_decode_metrics.per_step_drafted == [0, 5, 4]
     assert "token 0 is too much" in caplog.text
+
+
+class CycleRunner:
+    """Samples the numbers 0 to 6 in turn for every request, and verifies its drafts."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+    def execute_model(self, step):
+        output = ModelRunnerOutput()
+        for s in step.scheduled:
+            if s.samples:
+                first = self.scheduler.requests[s.request_id].num_tokens
+                wanted = [(first + i) % 7 for i in range(len(s.spec_token_ids) + 1)]
+                kept = next((i for i, t in enumerate(s.spec_token_ids) if t != wanted[i]), len(s.spec_token_ids))
+                output.sampled_token_ids[s.request_id] = wanted[: kept + 1]
+        return output
+
+
+@pytest.mark.parametrize("method", SPECULATIVE_METHODS)
+def test_drafters_survive_preemption_and_aborts_and_keep_nothing(method):
+    """With a pool too small and requests aborted on the way every output is right, and no request leaves a table."""
+    config = SpeculativeConfig.from_dict({"method": method, "num_speculative_tokens": 5})
+    scheduler = make_scheduler(
+        max_num_seqs=4,
+        num_blocks=24,
+        block_size=4,
+        max_model_len=80,
+        max_num_batched_tokens=16,
+        num_speculative_tokens=5,
+    )
+    proposer = make_proposer(config, scheduler.token_table)
+    core = EngineCore(scheduler, CycleRunner(scheduler), proposer)
+    requests = [make_request(f"r{i}", 3 + 5 * i % 11, max_tokens=30, cache_salt="ab"[i % 2]) for i in range(12)]
+    for request in requests:
+        core.add_request(request)
+    num_steps = 0
+    while core.has_unfinished_requests():
+        core.step()
+        scheduler.check_integrity()
+        num_steps += 1
+        if num_steps in {5, 20, 35}:
+            core.abort_requests([scheduler.running[0].request_id])
+    assert scheduler.num_preemptions > 0
+    assert scheduler.spec_stats.num_accepted_tokens > 0
+    for request in requests:
+        positions = range(request.num_prompt_tokens, request.num_tokens)
+        assert request.output_token_ids == [position % 7 for position in positions]
+    assert (proposer._row_of, proposer._tables) == ({}, {})
