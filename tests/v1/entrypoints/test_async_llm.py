@@ -373,3 +373,38 @@ def test_engines_in_several_threads_do_not_disturb_each_other(cycle_model):
         thread.join(timeout=max(0.0, deadline - time.monotonic()))
     assert len(texts) == 15
     assert all(text == ("abcdefghij" * 5)[first + 1 : first + 31] for first, text in texts)
+
+
+def test_n_samples_are_one_request_to_the_caller(engine):
+    """Deltas of both samples come under the caller's id and join to what each is; the last says that all are done."""
+
+    async def read():
+        params = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=30, output_kind=RequestOutputKind.DELTA)
+        return [output async for output in engine.generate(CYCLE_PROMPT, params, "mine")]
+
+    outputs = asyncio.run(read())
+    assert {output.request_id for output in outputs} == {"mine"}
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    tokens = {0: [], 1: []}
+    for output in outputs:
+        for completion in output.outputs:
+            tokens[completion.index] += completion.token_ids
+    assert {len(ids) for ids in tokens.values()} == {30}
+    asyncio.run(assert_idle(engine))
+
+
+def test_an_abort_ends_every_sample(engine):
+    """One id ends both samples, and the last output says so of each."""
+
+    async def read_and_abort():
+        params = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=400)
+        async for output in engine.generate(CYCLE_PROMPT, params, "mine"):
+            last = output
+            if not output.finished:
+                await engine.abort("mine")
+        return last
+
+    last = asyncio.run(read_and_abort())
+    assert last.finished
+    assert [completion.finish_reason for completion in last.outputs] == ["abort", "abort"]
+    asyncio.run(assert_idle(engine))
