@@ -30,6 +30,7 @@ from engine_v1.models.hub import DEMO_MODEL, resolve_model
 from engine_v1.models.loader import load_config
 from engine_v1.platforms.cpu import CpuPlatform
 from engine_v1.request import Request
+from engine_v1.sample.sampler import RowStatus
 from engine_v1.sampling_params import SamplingParams
 from engine_v1.spec_decode.proposer import Proposer
 from engine_v1.worker.cpu_backend import CpuBackend
@@ -131,10 +132,16 @@ class NothingComputed:
 
     def sample(
         self, indices: npt.NDArray[np.int64], rows: Any, *, keep_logits: bool
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
         """Return token 0 for every row."""
         del rows, keep_logits
-        return np.zeros(len(indices), np.int64), np.ones(len(indices), np.bool_)
+        return np.zeros(len(indices), np.int64), np.full(len(indices), RowStatus.OK, np.int8)
+
+    def logprobs(self, *wanted: Any) -> list[Any]:
+        """Return none: no request asks for any."""
+        raise NotImplementedError
+
+    prompt_logprobs = logprobs
 
 
 class Stopwatch:

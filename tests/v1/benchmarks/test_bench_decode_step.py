@@ -1,12 +1,17 @@
 import importlib
+import json
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from engine_v1.entrypoints.bench_machine import buffer_bytes, last_level_cache_bytes
+from engine_v1.entrypoints.bench_machine import ReadBandwidth, buffer_bytes, last_level_cache_bytes
+from engine_v1.platforms.cpu import BACKEND_SWITCH
 from engine_v1.request import Request
 from engine_v1.sampling_params import SamplingParams
+from tests.checkpoints import write_random_llama
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -176,3 +181,16 @@ def test_the_buffer_is_larger_than_the_largest_cache(tmp_path):
     assert buffer_bytes(384 << 20) == 1536 << 20
     assert last_level_cache_bytes(tmp_path / "none") == 0
     assert buffer_bytes(0) == 512 << 20
+
+
+@pytest.mark.skipif(os.environ.get(BACKEND_SWITCH) == "torch", reason="the CPU kernels are what is measured")
+def test_the_whole_script_measures_every_cell(script, tmp_path, monkeypatch, capsys):
+    """On a small model it prints a table and a line of JSON with the time of every step it was asked for."""
+    model = write_random_llama(tmp_path, max_position_embeddings=512)
+    monkeypatch.setattr(script, "ReadBandwidth", lambda: ReadBandwidth(1 << 20))
+    arguments = ["--model", str(model), "--contexts", "128", "--rows", "1", "3", "8", "--steps", "3", "--profile"]
+    monkeypatch.setattr(sys, "argv", ["bench_decode_step.py", *arguments])
+    script.main()
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {(cell["rows"], cell["requests"]) for cell in figures["cells"]} == {(1, 1), (3, 1), (3, 3), (8, 8)}
+    assert all(cell["step_ms"] > 0 for cell in figures["cells"])
