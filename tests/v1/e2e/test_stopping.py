@@ -8,7 +8,13 @@ from tokenizers import Tokenizer, decoders, models
 from engine_v1 import LLM, RequestOutputKind, SamplingParams
 from tests.checkpoints import CYCLE_PROMPT, cycle_successor, write_successor_model
 
-SPECULATION = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+    "adaptive": False,
+}  # drafts are counted
 EOS = 8
 # The output goes round these: from token 3, where nothing is banned, "defghijklm...".
 PIECES = ["ab", "c", "abc", "d", "efg", "h", "ij", "klm", "n", "op"] + [f"<{i}>" for i in range(10, 32)]

@@ -9,7 +9,13 @@ from engine_v1 import LLM, SamplingParams
 from tests.checkpoints import write_random_llama, write_successor_model
 from tests.v1.engine.toy_tokenizers import EOS, byte_tokenizer_with_eos
 
-SPECULATION = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+    "adaptive": False,
+}  # drafts are counted
 PROMPTS = [list(b'{"name": "ab", "kind": "alpha"} ' * 2), list(b"0123-4567 select alpha from beta ")]
 PERSON = {
     "type": "object",

@@ -20,7 +20,13 @@ from tests.checkpoints import (
     write_successor_model,
 )
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+    "adaptive": False,
+}
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 24}
 CYCLE_TEXT = "defghijabc" * 20
 

@@ -11,7 +11,7 @@ from tests.v1.kernels.models import Sequences, make_decoder, make_model, referen
 # Bounds of a row's error, relative to its norm: (median over rows, any row). In bf16 rows that nearly cancel lose most
 # of their bits: the torch model has medians of 0.008 and rows of 0.09 on such models, these kernels 0.006 and 0.1.
 # A row computed from a wrong key or weight is off by 0.3 or more; float32 runs the same code and bounds it tightly.
-TOLERANCE = {torch.float32: (2e-6, 2e-5), torch.bfloat16: (0.02, 0.2)}
+TOLERANCE = {torch.float32: (4e-6, 2e-5), torch.bfloat16: (0.02, 0.2)}
 DTYPES = list(TOLERANCE)
 
 
