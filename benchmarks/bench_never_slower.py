@@ -3,7 +3,9 @@
 For every number of requests at a time and every kind of prompt, two engines of one process, one that speculates and
 one that does not, answer the same prompts in turn, so that both halves of a pair see the same machine. Shown is the
 ratio of their output tokens per second, over all time and over decode time: the median of the pairs, and each pair.
-Below 1, speculation is slower.
+Below 1, speculation is slower. Decode time is what is left of the wall clock after the time of the prompts, which is
+that of the same load with one token of output, measured without speculation in the same pair: requests that end at
+different times decode while others' prompts are computed, so that neither can be told from a request's own times.
 
 With --results every cell is appended to a file as it is done, and cells that the file has are not run again: a run that
 was interrupted goes on where it stopped, and slices (--concurrency 16 --category rag) add up to the whole.
@@ -55,7 +57,9 @@ def load_prompts(args: argparse.Namespace, category: str, concurrency: int, voca
     return spec_bench(read_jsonl(args.dataset_path), count, category)
 
 
-def cell_figures(concurrency: int, category: str, on: Sequence[Run], off: Sequence[Run]) -> dict[str, Any]:
+def cell_figures(
+    concurrency: int, category: str, on: Sequence[Run], off: Sequence[Run], prompts: Sequence[Run]
+) -> dict[str, Any]:
     """Return a cell's line: ratios of each pair and their medians, drafting, identity.
 
     Args:
@@ -63,10 +67,13 @@ def cell_figures(concurrency: int, category: str, on: Sequence[Run], off: Sequen
         category: of the prompts.
         on: runs with speculation.
         off: runs without, the other halves of the pairs.
+        prompts: runs without that end after a token each.
     """
     pairs = [(summarize([a]), summarize([b])) for a, b in zip(on, off, strict=True)]
     ratios = [a.tokens_per_s / b.tokens_per_s for a, b in pairs]
-    decode_ratios = [a.decode_tokens_per_s / b.decode_tokens_per_s for a, b in pairs]
+    decode_ratios = [
+        (b.wall_s - prompt.wall_s) / (a.wall_s - prompt.wall_s) for a, b, prompt in zip(on, off, prompts, strict=True)
+    ]
     total, plain = summarize(on), summarize(off)
     return {
         "concurrency": concurrency,
@@ -77,7 +84,7 @@ def cell_figures(concurrency: int, category: str, on: Sequence[Run], off: Sequen
         "decode_ratio_each": [round(ratio, 4) for ratio in decode_ratios],
         "tokens_per_s": round(total.tokens_per_s, 2),
         "tokens_per_s_no_spec": round(plain.tokens_per_s, 2),
-        "decode_share": round(plain.decode_s / plain.wall_s, 3),
+        "decode_share": round(1 - statistics.median(p.wall_s / b.wall_s for p, b in zip(prompts, off, strict=True)), 3),
         "tokens_per_step": round(total.tokens_per_step, 3),
         "draft_tokens_per_step": round(total.stats.num_draft_tokens / max(1, total.num_decode_steps), 3),
         "acceptance_rate": round(total.stats.draft_acceptance_rate, 3),
@@ -128,13 +135,16 @@ def measure(args: argparse.Namespace, engines: tuple[LLM, LLM], category: str, c
     assert on_llm.tokenizer is not None, "the tokenizer is loaded unless skip_tokenizer_init says otherwise"
     prompts = load_prompts(args, category, concurrency, on_llm.tokenizer.backend.get_vocab_size())
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=category == RANDOM)
+    one_token = SamplingParams(temperature=0.0, max_tokens=1)
     on: list[Run] = []
     off: list[Run] = []
+    prompt_runs: list[Run] = []
     for pair in range(args.pairs):
         # Whoever is first meets the machine as the last pair left it; so both are first in turn.
         for llm, runs in ((off_llm, off), (on_llm, on)) if pair % 2 == 0 else ((on_llm, on), (off_llm, off)):
             runs.append(generate(llm, prompts, params))
-    return cell_figures(concurrency, category, on, off)
+        prompt_runs.append(generate(off_llm, prompts, one_token))
+    return cell_figures(concurrency, category, on, off, prompt_runs)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -30,23 +30,24 @@ def test_ratios_are_medians_of_pairs(script):
     """Three pairs of 4 s without drafts: with them 2, 4 and 5 s in all, of which 1 s is the prompt's."""
     off = [make_run(1.0, 3.0) for _ in range(3)]
     on = [make_run(1.0, decode_s, drafted=(0, 2), accepted=(0, 1)) for decode_s in (1.0, 3.0, 4.0)]
-    cell = script.cell_figures(16, "qa", on, off)
+    cell = script.cell_figures(16, "qa", on, off, [make_run(1.0, 0.0)] * 3)
     assert (cell["ratio"], cell["decode_ratio"]) == (1.0, 1.0)
     assert cell["ratio_each"] == [2.0, 1.0, 0.8]
     assert cell["decode_ratio_each"] == [3.0, 1.0, 0.75]
     assert (cell["tokens_per_step"], cell["draft_tokens_per_step"], cell["acceptance_rate"]) == (2.0, 2.0, 0.5)
     assert (cell["identical"], cell["num_prompts"]) == (1, 1)
-    other = script.cell_figures(16, "qa", [make_run(1.0, 1.0, token_ids=(1, 2, 4))], off[:1])
+    prompt = make_run(1.0, 0.0)
+    other = script.cell_figures(16, "qa", [make_run(1.0, 1.0, token_ids=(1, 2, 4))], off[:1], [prompt])
     assert other["identical"] == 0
 
 
 def test_the_worst_cell_is_the_headline(script):
     """Over all, and by requests at a time; the table has a line for each cell, fewest requests first."""
-    off = make_run(1.0, 3.0)
+    off, prompt = make_run(1.0, 3.0), make_run(1.0, 0.0)
     cells = [
-        script.cell_figures(16, "qa", [make_run(1.0, 3.5)], [off]),
-        script.cell_figures(1, "qa", [make_run(1.0, 1.0)], [off]),
-        script.cell_figures(16, "rag", [make_run(1.0, 3.0)], [off]),
+        script.cell_figures(16, "qa", [make_run(1.0, 3.5)], [off], [prompt]),
+        script.cell_figures(1, "qa", [make_run(1.0, 1.0)], [off], [prompt]),
+        script.cell_figures(16, "rag", [make_run(1.0, 3.0)], [off], [prompt]),
     ]
     headline = script.headline(cells)
     assert (headline["worst_ratio"], headline["worst_decode_ratio"], headline["num_cells"]) == (0.8889, 0.8571, 3)
@@ -59,7 +60,7 @@ def test_a_run_goes_on_where_it_stopped(script, tmp_path, capsys):
     """All cells asked for are in the file: nothing is run, and the table and the last line show them."""
     results = tmp_path / "cells.jsonl"
     assert script.read_results(results) == script.read_results(None) == []
-    cell = script.cell_figures(1, "random", [make_run(1.0, 1.0)], [make_run(1.0, 3.0)])
+    cell = script.cell_figures(1, "random", [make_run(1.0, 1.0)], [make_run(1.0, 3.0)], [make_run(1.0, 0.0)])
     results.write_text(json.dumps(cell) + "\n")
     script.main(["--concurrency", "1", "--results", str(results)])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["worst_ratio"] == 2.0
