@@ -7,6 +7,9 @@ Below 1, speculation is slower. Decode time is what is left of the wall clock af
 that of the same load with one token of output, measured without speculation in the same pair: requests that end at
 different times decode while others' prompts are computed, so that neither can be told from a request's own times.
 
+Every number of requests at a time has a process of its own: engines that were made and closed before leave memory in
+pieces, and the next ones do not get large pages alike.
+
 With --results every cell is appended to a file as it is done, and cells that the file has are not run again: a run that
 was interrupted goes on where it stopped, and slices (--concurrency 16 --category rag) add up to the whole.
 """
@@ -14,7 +17,9 @@ was interrupted goes on where it stopped, and slices (--concurrency 16 --categor
 import argparse
 import json
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -183,38 +188,55 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def run_apart(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Run each number of requests at a time by itself, in a process that appends to the results file."""
+    for concurrency in args.concurrency:
+        command = [sys.executable, __file__, *argv, "--concurrency", str(concurrency), "--results", str(args.results)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def run_cells(args: argparse.Namespace, missing: Sequence[str], concurrency: int) -> list[dict[str, Any]]:
+    """Measure categories with so many requests at a time, append them to the results file and return them."""
+    options = {"dtype": args.dtype, "device": args.device, "seed": args.seed, "max_num_seqs": concurrency}
+    options |= {"enable_prefix_caching": False}
+    cells = []
+    with (
+        LLM(args.model, **options) as off,
+        LLM(args.model, speculative_config=args.speculative_config, **options) as on,
+    ):
+        for llm in (off, on):
+            warm_up(llm, concurrency)
+        for category in missing:
+            cells.append(measure(args, (off, on), category, concurrency))
+            print(format_table(cells).splitlines()[-1], file=sys.stderr, flush=True)
+            if args.results is not None:
+                with args.results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(cells[-1]) + "\n")
+    return cells
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the cells asked for, print the table of all there are and a last line of JSON."""
     args = parse_args(argv)
     machine = print_header(__doc__.splitlines()[0])
     cells = read_results(args.results)
-    done = {(cell["concurrency"], cell["category"]) for cell in cells}
-    for concurrency in args.concurrency:
-        missing = [category for category in args.category if (concurrency, category) not in done]
-        if not missing:
-            continue
-        options = {"dtype": args.dtype, "device": args.device, "seed": args.seed, "max_num_seqs": concurrency}
-        options |= {"enable_prefix_caching": False}
-        with (
-            LLM(args.model, **options) as off,
-            LLM(args.model, speculative_config=args.speculative_config, **options) as on,
-        ):
-            for llm in (off, on):
-                warm_up(llm, concurrency)
-            for category in missing:
-                cell = measure(args, (off, on), category, concurrency)
-                cells.append(cell)
-                print(format_table([cell]).splitlines()[1], file=sys.stderr, flush=True)
-                if args.results is not None:
-                    with args.results.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(cell) + "\n")
+    if len(args.concurrency) == 1:
+        done = {cell["category"] for cell in cells if cell["concurrency"] == args.concurrency[0]}
+        missing = [category for category in args.category if category not in done]
+        cells += run_cells(args, missing, args.concurrency[0]) if missing else []
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            args.results = args.results or Path(directory) / "cells.jsonl"
+            run_apart(args, sys.argv[1:] if argv is None else argv)
+            cells = read_results(args.results)
+    ratios = headline(cells)
     print(f"\n{format_table(cells)}\n")
-    for concurrency, ratios in headline(cells)["by_concurrency"].items():
+    for concurrency, together in ratios["by_concurrency"].items():
         print(
-            f"{concurrency} at a time, all categories but random: {ratios['overall_ratio']:.3f} on/off, "
-            f"{ratios['overall_decode_ratio']:.3f} decode"
+            f"{concurrency} at a time, all categories but random: {together['overall_ratio']:.3f} on/off, "
+            f"{together['overall_decode_ratio']:.3f} decode"
         )
-    print(json.dumps(headline(cells) | {"cells": cells, "machine": machine}))
+    print(json.dumps(ratios | {"cells": cells, "machine": machine}))
 
 
 if __name__ == "__main__":

@@ -70,6 +70,26 @@ def test_a_run_goes_on_where_it_stopped(script, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["worst_ratio"] == 2.0
 
 
+def test_every_number_of_requests_has_a_process(script, monkeypatch, capsys):
+    """Several are measured one after the other, each by a run of the script, and the table shows them together."""
+    asked = []
+
+    def measure(command, **options):
+        assert options["check"]
+        args = script.parse_args(command[2:])
+        asked.append((args.concurrency, args.pairs))
+        cell = script.cell_figures(
+            args.concurrency[0], "random", [make_run(1.0, 1.0)], [make_run(1.0, 3.0)], [make_run(1.0, 0.0)]
+        )
+        with args.results.open("a") as file:
+            file.write(json.dumps(cell) + "\n")
+
+    monkeypatch.setattr(script.subprocess, "run", measure)
+    script.main(["--concurrency", "1", "16", "--pairs", "2"])
+    assert asked == [([1], 2), ([16], 2)]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_cells"] == 2
+
+
 def test_prompts_of_a_cell(script):
     """10, 16, 64 and 64 of them; Spec-Bench's need its file."""
     assert [script.num_prompts(concurrency) for concurrency in (1, 2, 4, 16, 64, 256)] == [10, 10, 16, 64, 64, 64]
