@@ -96,7 +96,7 @@ def engine_worker(job: Job) -> tuple[Generate, str]:
 
 
 def vllm_worker(job: Job) -> tuple[Generate, str]:
-    """Load vLLM; the engine stays in this process, which saves it the way to another."""
+    """Load vLLM; this process's environment says whether its engine gets a process of its own."""
     from vllm import LLM, SamplingParams
 
     drafts = {
@@ -262,6 +262,7 @@ WORKERS: dict[str, Callable[[Job], tuple[Generate, str]]] = {
     "transformers": transformers_worker,
     "openvino": openvino_worker,
     "vllm": vllm_worker,
+    "vllm_in_process": vllm_worker,
     "llama_cpp_python": llama_cpp_python_worker,
     "llama_server": llama_server_worker,
 }

@@ -14,11 +14,13 @@ Every peer lives in an environment of its own, never in the project's:
     python -m venv lc && lc/bin/pip install llama-cpp-python     # compiles
 
     python benchmarks/peers.py --load 30 --dataset-path spec_bench.jsonl \
-        --python transformers=tf/bin/python --python openvino=ov/bin/python --python vllm=vl/bin/python \
+        --python transformers=tf/bin/python --python openvino=ov/bin/python \
+        --python vllm=vl/bin/python --python vllm_in_process=vl/bin/python \
         --python llama_cpp_python=lc/bin/python --llama-server llama.cpp/build/bin/llama-server
 
 What is not named or not installed is left out, with a line that says so. vLLM's own advice for CPUs (tcmalloc and
-Intel's OpenMP preloaded, threads bound) is followed as far as the libraries are found.
+Intel's OpenMP preloaded, threads bound) is followed as far as the libraries are found. It comes twice: `vllm` with its
+engine in a process of its own, as its users get it, and `vllm_in_process` with the engine in the caller's process.
 """
 
 import argparse
@@ -66,6 +68,7 @@ PEERS = {
     "transformers": Peer("safetensors", batches=False, int8=False),
     "openvino": Peer("openvino", batches=True, int8=True),
     "vllm": Peer("safetensors", batches=True, int8=False),
+    "vllm_in_process": Peer("safetensors", batches=True, int8=False),
     "llama_cpp_python": Peer("gguf", batches=False, int8=True),
     "llama_server": Peer("gguf", batches=True, int8=True),
 }
@@ -170,12 +173,12 @@ def command_of(job: Job, python: str) -> list[str]:
 def environment_of(job: Job, python: str) -> dict[str, str]:
     """Return what a worker's environment has beyond this one's."""
     extra = {"OMP_NUM_THREADS": str(job.num_threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    if job.name == "vllm":
+    if job.name in ("vllm", "vllm_in_process"):
         cpus = sorted(os.sched_getaffinity(0))[: job.num_threads]
         extra["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
         extra["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
         extra["VLLM_CPU_KVCACHE_SPACE"] = "2"
-        extra["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        extra["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if job.name == "vllm" else "0"  # 1 is vLLM's default
         openmp = Path(python).absolute().parent.parent / "lib" / "libiomp5.so"
         preloaded = [ctypes.util.find_library("tcmalloc_minimal"), str(openmp) if openmp.exists() else None]
         extra["LD_PRELOAD"] = ":".join(filter(None, preloaded))

@@ -134,6 +134,17 @@ class TestPlan:
             with pytest.raises(ValueError, match="NAME=PATH"):
                 peers.interpreters([pair])
 
+    def test_vllm_runs_as_installed_and_tuned(self, peers, make_job):
+        """Its two rows differ in nothing but where the engine runs: by default in a process of its own."""
+        default, tuned = (peers.environment_of(make_job(name=name), "python") for name in ("vllm", "vllm_in_process"))
+        assert default.pop("VLLM_ENABLE_V1_MULTIPROCESSING") == "1"
+        assert tuned.pop("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+        assert default == tuned
+
+    def test_every_peer_has_a_worker(self, peers):
+        """Whoever can be named can be started."""
+        assert list(peers.PEERS) == list(importlib.import_module("peer_workers").WORKERS)
+
     def test_a_job_survives_the_way_to_its_worker(self, peers, make_job):
         """What the worker reads from its command line is what was planned."""
         job = make_job(eos_token_ids=[2, 0], program="/a/server")
