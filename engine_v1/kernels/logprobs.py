@@ -11,19 +11,9 @@ from numba import prange, types
 from numba.np.ufunc.parallel import get_thread_id
 
 from engine_v1.kernels.elementwise import LOG2_E, exp2
-from engine_v1.kernels.intrinsics import (
-    LANES,
-    any_in_range,
-    load,
-    maximum,
-    reduce_add,
-    reduce_add_double,
-    reduce_max,
-    splat,
-    store,
-    where_greater,
-)
+from engine_v1.kernels.intrinsics import LANES, any_in_range, load, reduce_add_double, splat
 from engine_v1.kernels.jit import jit, kernel_part
+from engine_v1.kernels.sampling import COUNT, copy_row, measure
 
 PIECE = 2048  # columns, a power of two: two buffers of that size fit the first-level cache
 
@@ -31,41 +21,19 @@ _LEAST = -700.0  # exp of less is nothing beside the 1 of the largest, and no no
 
 
 @kernel_part
-def _copy_piece(logits, start, stop, out):  # type: ignore[no-untyped-def]
-    """Copy a piece of a row, the end filled with minus infinity; return its largest."""
-    largest = splat(-math.inf)
-    if stop - start < PIECE:
-        for i in range(0, PIECE, LANES):
-            store(out, i, splat(-math.inf))
-        for i in range(stop - start):
-            out[i] = logits[start + i]
-        for i in range(0, PIECE, LANES):
-            largest = maximum(load(out, i), largest)
-        return reduce_max(largest)
-    for i in range(0, PIECE, LANES):
-        v = load(logits, start + i)
-        store(out, i, v)
-        largest = maximum(v, largest)
-    return reduce_max(largest)
-
-
-@kernel_part
-def _count_at_least(piece, size, bound):  # type: ignore[no-untyped-def]
+def _count_at_least(piece, size, width, bound):  # type: ignore[no-untyped-def]
     if bound == -math.inf:  # what fills the end is not counted
         return size
-    number, b = splat(0.0), splat(bound)
-    for i in range(0, PIECE, LANES):
-        number = number + where_greater(b, load(piece, i), splat(0.0), splat(1.0))
-    return np.int64(reduce_add(number))
+    return np.int64(measure(piece, width, bound, COUNT))
 
 
 @kernel_part
-def _sum_of_exp(piece, best):  # type: ignore[no-untyped-def]
+def _sum_of_exp(piece, width, best):  # type: ignore[no-untyped-def]
     """Sum exp(logit - best) over a piece: float32 exponentials, added in float64 and in a fixed order."""
     total = 0.0
-    if best > -math.inf:
+    if best != -math.inf:
         top, factor = splat(best), splat(LOG2_E)
-        for i in range(0, PIECE, LANES):
+        for i in range(0, width, LANES):
             total += reduce_add_double(exp2((load(piece, i) - top) * factor))
     return total
 
@@ -166,14 +134,15 @@ def logprob_rows(  # type: ignore[no-untyped-def]
         piece = unit % num_pieces
         line = logits[indices[row]]
         start = piece * PIECE
-        stop = min(start + PIECE, vocab_size)
+        size = min(PIECE, vocab_size - start)
+        width = (size + LANES - 1) // LANES * LANES
         copy = buffers[get_thread_id()]
-        best[row, piece] = _copy_piece(line, start, stop, copy)
-        sums[row, piece] = _sum_of_exp(copy, best[row, piece])
-        at_least[row, piece] = _count_at_least(copy, stop - start, line[token_ids[row]])
+        best[row, piece] = copy_row(line[start : start + size], size, copy)
+        sums[row, piece] = _sum_of_exp(copy, width, best[row, piece])
+        at_least[row, piece] = _count_at_least(copy, size, width, line[token_ids[row]])
         count = counts[row]
         if count > 0:
-            _list_best(copy, stop - start, start, count, piece_ids[row, piece], piece_values[row, piece])
+            _list_best(copy, size, start, count, piece_ids[row, piece], piece_values[row, piece])
     for row in range(num_rows):
         log_totals[row] = _log_total(sums[row], best[row])
         ids[row, 0] = token_ids[row]
