@@ -16,13 +16,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from engine_v1 import LLM, Logprob, RequestOutput, SamplingParams
-from engine_v1.entrypoints.bench_datasets import prefix_repetition, read_jsonl, spec_bench
+from engine_v1.entrypoints.bench_datasets import add_conversation_options, load_conversations
 from engine_v1.entrypoints.bench_machine import ReadBandwidth, print_header
-from engine_v1.models.hub import DEMO_MODEL
 
 COUNTS: dict[str, int | None] = {"none": None, "0": 0, "1": 1, "5": 5, "all": -1}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
@@ -130,11 +128,8 @@ def format_table(lines: dict[str, dict[str, Any]]) -> str:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the settings of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEMO_MODEL, help=f"directory, file or name ({DEMO_MODEL})")
+    add_conversation_options(parser, num_prompts=6, max_tokens=48)
     parser.add_argument("--dtype", default="auto", help="of weights and KV cache (auto)")
-    parser.add_argument("--dataset-path", type=Path, help="Spec-Bench's question.jsonl; built-in prompts without it")
-    parser.add_argument("--num-prompts", type=int, default=6, help="prompts a cell and round (6)")
-    parser.add_argument("--max-tokens", type=int, default=48, help="output tokens a prompt (48)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every cell (3)")
     return parser.parse_args(argv)
 
@@ -143,16 +138,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print a table for each engine and a last line of JSON; return what it says."""
     args = parse_args(argv)
     machine = print_header(__doc__.splitlines()[0])
-    if args.dataset_path:
-        prompts = spec_bench(read_jsonl(args.dataset_path), args.num_prompts)
-    else:
-        prompts = prefix_repetition(args.num_prompts)
+    conversations = load_conversations(args)
     bandwidth = ReadBandwidth()
     result: dict[str, Any] = {"machine": machine, "num_prompts": args.num_prompts, "max_tokens": args.max_tokens}
     for engine, speculative_config in ENGINES.items():
         options = {"dtype": args.dtype, "max_num_seqs": 1, "max_logprobs": -1, "enable_prefix_caching": False}
         with LLM(args.model, speculative_config=speculative_config, **options) as llm:
-            inputs = llm.preprocess_chat([prompt.messages for prompt in prompts])
+            inputs = llm.preprocess_chat(conversations)
             vocab_size = llm.llm_engine.core.runner.input_batch.vocab_size
             asked = cells(args.max_tokens)
             measured = {name: Samples() for name in asked}

@@ -15,13 +15,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from engine_v1 import LLM, SamplingParams
-from engine_v1.entrypoints.bench_datasets import prefix_repetition, read_jsonl, spec_bench
+from engine_v1.entrypoints.bench_datasets import add_conversation_options, load_conversations
 from engine_v1.entrypoints.bench_machine import print_header
-from engine_v1.models.hub import DEMO_MODEL
 
 BOUND = 1 / 0.85  # of the last case over the first
 GREEDY = {"temperature": 0.0}
@@ -139,10 +137,7 @@ def format_table(figures: dict[str, Any]) -> str:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the settings of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEMO_MODEL, help=f"directory, file or name ({DEMO_MODEL})")
-    parser.add_argument("--dataset-path", type=Path, help="Spec-Bench's question.jsonl; built-in prompts without it")
-    parser.add_argument("--num-prompts", type=int, default=30, help="prompts (30)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="output tokens a prompt (64)")
+    add_conversation_options(parser, num_prompts=30, max_tokens=64)
     parser.add_argument("--at-a-time", type=int, nargs="+", default=[1, 16], help="requests at a time (1 16)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every case (3)")
     return parser.parse_args(argv)
@@ -152,14 +147,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print a table for each engine and a last line of JSON; return what it says."""
     args = parse_args(argv)
     machine = print_header(__doc__.splitlines()[0])
-    if args.dataset_path:
-        prompts = spec_bench(read_jsonl(args.dataset_path), args.num_prompts)
-    else:
-        prompts = prefix_repetition(args.num_prompts)
-    messages = [prompt.messages for prompt in prompts]
+    conversations = load_conversations(args)
     result: dict[str, Any] = {"bound": round(BOUND, 3)}
     for name, speculation in (("off", None), ("on", {"method": "ngram"})):
-        result[name] = measure(args, messages, speculation)
+        result[name] = measure(args, conversations, speculation)
         print(f"\nspeculation {name}\n{format_table(result[name])}")
     ratios = [cases[LAST]["ratio"] for cases in result["off"].values()]
     result["worst_ratio"] = max(ratios)

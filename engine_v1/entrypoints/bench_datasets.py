@@ -1,11 +1,14 @@
 """The prompts of a benchmark: which, in which order, always the same."""
 
+import argparse
 import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from engine_v1.models.hub import DEMO_MODEL
 
 DATASETS = ("spec_bench", "random", "prefix_repetition", "jsonl")
 
@@ -184,6 +187,27 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}, line {number} must be a JSON object, got {type(row).__name__}.")
         rows.append(row)
     return rows
+
+
+def add_conversation_options(parser: argparse.ArgumentParser, *, num_prompts: int, max_tokens: int) -> None:
+    """Add the options of what is answered; the numbers are defaults. :func:`load_conversations` reads them."""
+    parser.add_argument("--model", default=DEMO_MODEL, help=f"directory, file or name ({DEMO_MODEL})")
+    parser.add_argument("--dataset-path", type=Path, help="Spec-Bench's question.jsonl; built-in prompts without it")
+    parser.add_argument("--num-prompts", type=int, default=num_prompts, help=f"prompts ({num_prompts})")
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, help=f"output tokens a prompt ({max_tokens})")
+
+
+def load_conversations(args: argparse.Namespace) -> list[list[dict[str, str]]]:
+    """Return the conversations that options ask for: Spec-Bench's where its file is named, else prefix_repetition's.
+
+    Raises:
+        ValueError: if the file does not exist or has not so many.
+    """
+    if args.dataset_path is None:
+        prompts = prefix_repetition(args.num_prompts)
+    else:
+        prompts = spec_bench(read_jsonl(args.dataset_path), args.num_prompts)
+    return [prompt.messages or [] for prompt in prompts]
 
 
 def _spec_bench_group(category: str) -> str:

@@ -1,24 +1,12 @@
 """Recorded outputs by the clock of a table: the replayed model says what was recorded, lengths follow its times."""
 
 import argparse
-import importlib
 import random
-from pathlib import Path
 
 import pytest
 
 from engine_v1.config import SpeculativeConfig
 from engine_v1.entrypoints.records import Record
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def script():
-    """The script, imported as Python runs it: with its own directory on the path."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("bench_adaptive")
 
 
 def make_records(count, *, copies):

@@ -1,5 +1,6 @@
 """Which prompts a benchmark takes."""
 
+import argparse
 import json
 
 import pytest
@@ -8,7 +9,9 @@ from engine_v1.entrypoints.bench_datasets import (
     MT_BENCH_CATEGORIES,
     SPEC_BENCH_CATEGORIES,
     BenchPrompt,
+    add_conversation_options,
     jsonl,
+    load_conversations,
     prefix_repetition,
     random_tokens,
     read_jsonl,
@@ -155,3 +158,22 @@ class TestJsonl:
         """The error says which option names the file."""
         with pytest.raises(ValueError, match="--dataset-path"):
             read_jsonl(tmp_path / "nothing.jsonl")
+
+
+class TestConversations:
+    @pytest.fixture
+    def options(self):
+        parser = argparse.ArgumentParser()
+        add_conversation_options(parser, num_prompts=6, max_tokens=8)
+        return parser.parse_args
+
+    def test_without_a_file_they_are_built_in(self, options):
+        """The default number of prompts that share prefixes."""
+        assert load_conversations(options([])) == [prompt.messages for prompt in prefix_repetition(6)]
+
+    def test_a_file_named_is_spec_bench(self, options, tmp_path):
+        """The same prompts as the dataset of that name gives."""
+        path = tmp_path / "questions.jsonl"
+        path.write_text("\n".join(map(json.dumps, spec_bench_rows())))
+        expected = [prompt.messages for prompt in spec_bench(spec_bench_rows(), 12)]
+        assert load_conversations(options(["--dataset-path", str(path), "--num-prompts", "12"])) == expected

@@ -1,8 +1,6 @@
-import importlib
 import json
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,16 +10,6 @@ from engine_v1.platforms.cpu import BACKEND_SWITCH
 from engine_v1.request import Request
 from engine_v1.sampling_params import SamplingParams
 from tests.checkpoints import write_random_llama
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def script():
-    """The script, imported as Python runs it: with its own directory on the path."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("bench_decode_step")
 
 
 @pytest.fixture

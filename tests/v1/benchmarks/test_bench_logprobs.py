@@ -1,22 +1,10 @@
 """What the benchmark of log probabilities says about given times, and that it runs."""
 
-import importlib
 import json
-from pathlib import Path
-
-import pytest
 
 from tests.checkpoints import cycle_successor, letter_tokenizer, write_successor_model
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 CHAT_TEMPLATE = "{% for m in messages %}abcab{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def script():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("bench_logprobs")
 
 
 def test_figures_compare_round_by_round(script):

@@ -1,23 +1,11 @@
 """Ratios of pairs, cells that are kept, and what is asked for on the command line."""
 
 import argparse
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 
 from engine_v1.entrypoints.bench_report import RequestResult, Run
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def script():
-    """The script, imported as Python runs it: with its own directory on the path."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("bench_never_slower")
 
 
 def make_run(prefill_s, decode_s, *, drafted=(0, 0, 0), accepted=(0, 0, 0), token_ids=(1, 2, 3)):

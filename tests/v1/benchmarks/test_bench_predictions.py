@@ -1,23 +1,11 @@
 """The edit workload in small: scripted outputs, predicted and not."""
 
-import importlib
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.checkpoints import byte_tokenizer
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def script():
-    """The script, imported as Python runs it: with its own directory on the path."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("bench_predictions")
 
 
 def test_a_predicted_edit_gives_five_tokens_per_step(script):

@@ -2,11 +2,10 @@
 
 import json
 
-from benchmarks import bench_sampling
 from tests.checkpoints import CYCLE_PROMPT, cycle_successor, letter_tokenizer, write_successor_model
 
 
-def test_every_case_has_its_figures(tmp_path, monkeypatch, capsys):
+def test_every_case_has_its_figures(script, tmp_path, monkeypatch, capsys):
     """Steps, ratios and rows of each case; greedy is 1 by definition and spends nothing on sampling."""
     model = write_successor_model(tmp_path, cycle_successor, letter_tokenizer())
     (tmp_path / "tokenizer_config.json").write_text(
@@ -19,12 +18,12 @@ def test_every_case_has_its_figures(tmp_path, monkeypatch, capsys):
     dataset.write_text("\n".join(map(json.dumps, rows)))
     options = ["--num-prompts", "6", "--max-tokens", "8", "--rounds", "1", "--at-a-time", "2"]
     monkeypatch.setattr("sys.argv", ["bench_sampling.py"])
-    result = bench_sampling.main(["--model", str(model), "--dataset-path", str(dataset), *options])
+    result = script.main(["--model", str(model), "--dataset-path", str(dataset), *options])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["worst_ratio"] == result["worst_ratio"] == result["off"]["2"][bench_sampling.LAST]["ratio"]
+    assert last["worst_ratio"] == result["worst_ratio"] == result["off"]["2"][script.LAST]["ratio"]
     for engine in ("off", "on"):
         cases = result[engine]["2"]
-        assert list(cases) == list(bench_sampling.CASES)
+        assert list(cases) == list(script.CASES)
         assert cases["greedy"]["ratio"] == 1.0
         assert cases["greedy"]["sampling_us_per_row"] == 0.0
         assert all(case["sampling_us_per_row"] > 0 for name, case in cases.items() if name != "greedy")

@@ -3,21 +3,15 @@ import ast
 import importlib
 import sys
 import textwrap
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
-def peers():
-    """The script, imported as Python runs it: with its own directory on the path."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("peers")
+def peers(script):
+    return script
 
 
 @pytest.fixture
@@ -166,9 +160,9 @@ DIES_LATER = """
 
 
 class TestWorkers:
-    def test_the_drivers_need_nothing_but_the_standard_library(self):
+    def test_the_drivers_need_nothing_but_the_standard_library(self, peers):
         """They run in environments that have one peer and not this project."""
-        tree = ast.parse((BENCHMARKS / "peer_workers.py").read_text())
+        tree = ast.parse(peers.WORKER_PROGRAM.read_text())
         imported = {a.name for node in tree.body if isinstance(node, ast.Import) for a in node.names}
         imported |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
         assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names
