@@ -12,6 +12,9 @@ from engine_v1.request import Request
 from engine_v1.sampling_params import SamplingParams
 
 EOS = 50256
+# Drafts of a fixed length, for tests that count steps or want every draft verified.
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
+NGRAM_2_TO_4 = NGRAM | {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
 def make_request(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_v1.models.hub import DEMO_MODEL
+from engine_v1.entrypoints.cli import DEFAULT_MODEL
 
 DATASETS = ("spec_bench", "random", "prefix_repetition", "jsonl")
 
@@ -191,7 +191,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def add_conversation_options(parser: argparse.ArgumentParser, *, num_prompts: int, max_tokens: int) -> None:
     """Add the options of what is answered; the numbers are defaults. :func:`load_conversations` reads them."""
-    parser.add_argument("--model", default=DEMO_MODEL, help=f"directory, file or name ({DEMO_MODEL})")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"directory, file or name ({DEFAULT_MODEL})")
     parser.add_argument("--dataset-path", type=Path, help="Spec-Bench's question.jsonl; built-in prompts without it")
     parser.add_argument("--num-prompts", type=int, default=num_prompts, help=f"prompts ({num_prompts})")
     parser.add_argument("--max-tokens", type=int, default=max_tokens, help=f"output tokens a prompt ({max_tokens})")

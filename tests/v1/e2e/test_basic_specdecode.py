@@ -17,6 +17,7 @@ from engine_v1.platforms import cpu
 from engine_v1.platforms.cpu import BACKEND_SWITCH
 from engine_v1.tokenizer import Tokenizer
 from engine_v1.worker.calibration import measure_step_times
+from tests.factories import NGRAM
 
 kernels_only = pytest.mark.skipif(
     os.environ.get(BACKEND_SWITCH) == "torch", reason="torch's matrix products depend on the number of rows"
@@ -201,12 +202,11 @@ def test_the_questions_outgrow_several_blocks():
     assert sum(len(tokens) >= 64 for tokens, *_ in reference) >= 3
 
 
-SPECULATION = {"method": "ngram", "adaptive": False}
 ADAPTIVE = {"method": "ngram"}
 # What may be different between two runs, and must not be seen: options of the engine, speculation, and how often the
 # prompts are asked (a second time finds them in the prefix cache). The pool's size is in tokens per prompt.
 VARIATIONS = {
-    "speculation": ({}, SPECULATION),
+    "speculation": ({}, NGRAM),
     "speculation, long drafts": (
         {},
         {"method": "ngram", "num_speculative_tokens": 12, "prompt_lookup_max": 2, "adaptive": False},
@@ -214,15 +214,15 @@ VARIATIONS = {
     "adaptive": ({}, ADAPTIVE),
     "speculation from all sources": ({}, {"method": "auto", "adaptive": False}),
     "one at a time": ({"max_num_seqs": 1}, None),
-    "one at a time, speculation": ({"max_num_seqs": 1}, SPECULATION),
+    "one at a time, speculation": ({"max_num_seqs": 1}, NGRAM),
     "chunks of 16": ({"max_num_seqs": 8, "max_num_batched_tokens": 16}, None),
-    "chunks of 48, speculation": ({"max_num_seqs": 8, "max_num_batched_tokens": 48}, SPECULATION),
+    "chunks of 48, speculation": ({"max_num_seqs": 8, "max_num_batched_tokens": 48}, NGRAM),
     "chunks of 48, adaptive": ({"max_num_seqs": 8, "max_num_batched_tokens": 48}, ADAPTIVE),
-    "blocks of 5": ({"block_size": 5}, SPECULATION),
+    "blocks of 5": ({"block_size": 5}, NGRAM),
     "warm cache": ({"times": 2}, None),
-    "warm cache, speculation": ({"times": 2}, SPECULATION),
+    "warm cache, speculation": ({"times": 2}, NGRAM),
     "preempted": ({"tight": True}, None),
-    "preempted, speculation": ({"tight": True}, SPECULATION),
+    "preempted, speculation": ({"tight": True}, NGRAM),
 }
 
 

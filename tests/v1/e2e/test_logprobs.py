@@ -9,8 +9,8 @@ import transformers
 
 from engine_v1 import LLM, SamplingParams
 from tests.checkpoints import write_random_llama
+from tests.factories import NGRAM
 
-SPECULATION = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}  # every draft is verified
 VOCAB_SIZE = 64
 PROMPTS = [
     [7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8] * 3,
@@ -79,7 +79,7 @@ def test_they_are_those_of_transformers(model, expected):
         assert cumulative == sum(entry[token].logprob for entry, token in zip(entries, token_ids, strict=True))
 
 
-@pytest.mark.parametrize("speculative_config", [None, SPECULATION], ids=["plain", "speculation"])
+@pytest.mark.parametrize("speculative_config", [None, NGRAM], ids=["plain", "speculation"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -116,7 +116,7 @@ def test_the_whole_vocabulary(model, monkeypatch, backend, temperature):
     monkeypatch.setenv("ENGINE_V1_CPU_BACKEND", backend)
     params = {"logprobs": -1, "prompt_logprobs": -1, "temperature": temperature, "seed": 1}
     answers = []
-    for speculative_config in (None, SPECULATION):
+    for speculative_config in (None, NGRAM):
         with make_llm(model, speculative_config, max_logprobs=-1) as llm:
             (output,) = ask(llm, PROMPTS[:1], **params)
         answers.append(seen(output))
@@ -147,9 +147,9 @@ PROCESSING = {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.3, "seed":
 def test_processed_logprobs(model, monkeypatch, backend):
     """They are of the distribution that the token was drawn from: five tokens hold everything, the rest nothing."""
     monkeypatch.setenv("ENGINE_V1_CPU_BACKEND", backend)
-    with make_llm(model, SPECULATION, logprobs_mode="processed_logprobs", max_logprobs=-1) as llm:
+    with make_llm(model, NGRAM, logprobs_mode="processed_logprobs", max_logprobs=-1) as llm:
         (output,) = ask(llm, PROMPTS[:1], **PROCESSING, logprobs=-1)
-    with make_llm(model, SPECULATION, max_logprobs=-1) as llm:
+    with make_llm(model, NGRAM, max_logprobs=-1) as llm:
         (raw,) = ask(llm, PROMPTS[:1], **PROCESSING, logprobs=-1)
     assert output.outputs[0].token_ids == raw.outputs[0].token_ids
     history = list(PROMPTS[0])
@@ -171,7 +171,7 @@ def test_processed_logprobs(model, monkeypatch, backend):
 def test_processed_entries_do_not_depend_on_drafts(model, mode):
     """With speculation on and off they are the same bits."""
     answers = []
-    for speculative_config in (None, SPECULATION):
+    for speculative_config in (None, NGRAM):
         with make_llm(model, speculative_config, logprobs_mode=mode) as llm:
             answers.append([seen(output) for output in ask(llm, **PROCESSING, logprobs=6)])
     assert answers[0] == answers[1]
@@ -179,7 +179,7 @@ def test_processed_entries_do_not_depend_on_drafts(model, mode):
 
 def test_nothing_is_computed_unless_asked(model, monkeypatch):
     """Without log probabilities in a step no logits are kept for them and none are computed."""
-    with make_llm(model, SPECULATION) as llm:
+    with make_llm(model, NGRAM) as llm:
         backend = llm._engine.runner.backend
         kept, asked = [], []
         sample, logprobs = backend.sample, backend.logprobs
@@ -199,7 +199,7 @@ def test_nothing_is_computed_unless_asked(model, monkeypatch):
 
 def test_disabled_while_speculating(model, monkeypatch):
     """With disable_logprobs requests that ask for logprobs are answered without, and nothing is computed for them."""
-    with make_llm(model, SPECULATION | {"disable_logprobs": True}) as llm:
+    with make_llm(model, NGRAM | {"disable_logprobs": True}) as llm:
         monkeypatch.setattr(llm._engine.runner.backend, "logprobs", None)
         outputs = ask(llm, logprobs=3)
         assert all((o.outputs[0].logprobs, o.outputs[0].cumulative_logprob) == (None, None) for o in outputs)

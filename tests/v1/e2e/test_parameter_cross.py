@@ -10,6 +10,7 @@ import pytest
 
 from engine_v1 import LLM, RequestOutputKind, SamplingParams
 from tests.checkpoints import piece_tokenizer, write_repetitive_llama
+from tests.factories import NGRAM
 
 PIECES = [*'abcdefgh 012\n"{}:,[]-🌶', "ab", "cd", "bcd", " a", 'ef"', "🌶g"]
 SPECIAL = ["<eos>", "<end>", "<x>"]
@@ -93,26 +94,25 @@ def random_options(rng: random.Random) -> dict[str, Any]:
     return options
 
 
-K5 = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
 # Engines that move rows about in different ways, and how each drafts.
 ENGINES = {
-    "roomy": ({}, K5),
+    "roomy": ({}, NGRAM),
     "small blocks and budget": (
         {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 24, "logprobs_mode": "processed_logprobs"},
-        K5,
+        NGRAM,
     ),
     "tiny chunks, long drafts": (
         {"max_num_batched_tokens": 16, "max_num_seqs": 8},
-        K5 | {"num_speculative_tokens": 12, "prompt_lookup_max": 1},
+        NGRAM | {"num_speculative_tokens": 12, "prompt_lookup_max": 1},
     ),
-    "preemption": ({"block_size": 4, "num_gpu_blocks_override": 60}, K5),
+    "preemption": ({"block_size": 4, "num_gpu_blocks_override": 60}, NGRAM),
     "no prefix cache": (
         {"enable_prefix_caching": False, "long_prefill_token_threshold": 7, "logprobs_mode": "processed_logits"},
-        K5 | {"num_speculative_tokens": 3, "prompt_lookup_tie": "earliest", "prompt_lookup_min": 2},
+        NGRAM | {"num_speculative_tokens": 3, "prompt_lookup_tie": "earliest", "prompt_lookup_min": 2},
     ),
     "few seats, one draft token": (
         {"max_num_seqs": 4, "block_size": 5, "logprobs_mode": "raw_logits"},
-        K5 | {"num_speculative_tokens": 1},
+        NGRAM | {"num_speculative_tokens": 1},
     ),
     "all drafters, adaptive lengths": ({"max_num_seqs": 16}, {"method": "auto"}),
 }

@@ -7,11 +7,11 @@ import pytest
 from engine_v1 import LLM, SamplingParams
 from engine_v1.platforms.cpu import BACKEND_SWITCH
 from tests.checkpoints import write_random_llama
+from tests.factories import NGRAM
 
 kernels_only = pytest.mark.skipif(
     os.environ.get(BACKEND_SWITCH) == "torch", reason="quantised weights are computed by the CPU kernels"
 )
-SPECULATION = {"method": "ngram", "adaptive": False}  # drafts are counted
 QUESTIONS = [
     "Copy this list and add one item: red apple, green pear, yellow banana, red apple, green pear, yellow banana.",
     "Where was Marie born? Quote the text. Text: Marie was born in Warsaw in 1867. Marie moved to Paris in 1891.",
@@ -36,11 +36,11 @@ def answers(model, quantization, **options):
 def test_speculation_changes_no_output(demo_model_path, quantization):
     """Tokens, text, reasons and logprobs to the last bit: with drafts, in small chunks, one at a time."""
     plain, _ = answers(demo_model_path, quantization)
-    drafted, accepted = answers(demo_model_path, quantization, speculative_config=SPECULATION)
+    drafted, accepted = answers(demo_model_path, quantization, speculative_config=NGRAM)
     assert drafted == plain
     assert accepted > 0
     chunks = {"max_num_batched_tokens": 24, "max_num_seqs": 3, "block_size": 5}
-    assert answers(demo_model_path, quantization, **chunks, speculative_config=SPECULATION)[0] == plain
+    assert answers(demo_model_path, quantization, **chunks, speculative_config=NGRAM)[0] == plain
     assert answers(demo_model_path, quantization, max_num_seqs=1)[0] == plain
 
 

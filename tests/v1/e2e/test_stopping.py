@@ -7,14 +7,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from engine_v1 import LLM, RequestOutputKind, SamplingParams
 from tests.checkpoints import CYCLE_PROMPT, cycle_successor, write_successor_model
+from tests.factories import NGRAM_2_TO_4
 
-SPECULATION = {
-    "method": "ngram",
-    "num_speculative_tokens": 5,
-    "prompt_lookup_min": 2,
-    "prompt_lookup_max": 4,
-    "adaptive": False,
-}  # drafts are counted
 EOS = 8
 # The output goes round these: from token 3, where nothing is banned, "defghijklm...".
 PIECES = ["ab", "c", "abc", "d", "efg", "h", "ij", "klm", "n", "op"] + [f"<{i}>" for i in range(10, 32)]
@@ -46,7 +40,7 @@ def model(tmp_path_factory):
     return write_successor_model(tmp_path_factory.mktemp("pieces"), cycle_successor, tokenizer, eos=EOS)
 
 
-@pytest.fixture(scope="module", params=[None, SPECULATION], ids=["plain", "speculation"])
+@pytest.fixture(scope="module", params=[None, NGRAM_2_TO_4], ids=["plain", "speculation"])
 def llm(model, request):
     with LLM(str(model), dtype="float32", speculative_config=request.param, kv_cache_memory_bytes=1 << 24) as llm:
         yield llm

@@ -7,15 +7,9 @@ import pytest
 
 from engine_v1 import LLM, SamplingParams
 from tests.checkpoints import write_random_llama, write_successor_model
+from tests.factories import NGRAM
 from tests.v1.engine.toy_tokenizers import EOS, byte_tokenizer_with_eos
 
-SPECULATION = {
-    "method": "ngram",
-    "num_speculative_tokens": 5,
-    "prompt_lookup_min": 1,
-    "prompt_lookup_max": 4,
-    "adaptive": False,
-}  # drafts are counted
 PROMPTS = [list(b'{"name": "ab", "kind": "alpha"} ' * 2), list(b"0123-4567 select alpha from beta ")]
 PERSON = {
     "type": "object",
@@ -76,7 +70,7 @@ def seen(output):
 
 def both(model, params, prompts=PROMPTS, **options):
     """The outputs with speculation on, after checking that they equal those without."""
-    on, _ = generate(model, params, SPECULATION, prompts, **options)
+    on, _ = generate(model, params, NGRAM, prompts, **options)
     off, _ = generate(model, params, None, prompts, **options)
     assert [seen(output) for output in on] == [seen(output) for output in off]
     return on
@@ -124,7 +118,7 @@ def sampled_answers(byte_model):
 def test_chunks_preemption_and_batches_change_nothing(byte_model, sampled_answers, engine, k):
     """With chunked prefill, in a pool too small for all, or two by two, outputs are those of a roomy engine."""
     prompts, params, _ = every_form(temperature=0.9, logprobs=1)
-    for speculation in (SPECULATION | {"num_speculative_tokens": k}, None):
+    for speculation in (NGRAM | {"num_speculative_tokens": k}, None):
         outputs, metrics = generate(byte_model, params, speculation, prompts, **engine)
         assert [seen(output)[:-1] for output in outputs] == [seen(output)[:-1] for output in sampled_answers]
         if "num_gpu_blocks_override" in engine:
@@ -154,7 +148,7 @@ def test_forced_tokens_are_accepted_drafts(byte_model):
 def test_every_draft_that_is_forced_is_accepted(byte_model):
     """Where the n-gram rule finds nothing (its suffixes are too long), all drafts are forced ones, none is rejected."""
     prompts, params, _ = every_form(temperature=0.9)
-    speculation = SPECULATION | {"prompt_lookup_min": 120, "prompt_lookup_max": 120}
+    speculation = NGRAM | {"prompt_lookup_min": 120, "prompt_lookup_max": 120}
     outputs, _ = generate(byte_model, params, speculation, prompts)
     for output in outputs:
         metrics = output.outputs[0].spec_decode_metrics
@@ -238,7 +232,7 @@ def test_a_logits_processor_cannot_leave_the_form(byte_model):
 def test_samples_of_one_prompt_follow_the_form_each_for_itself(byte_model):
     """All four outputs are valid, and not all equal."""
     params = SamplingParams(temperature=1.5, n=4, seed=3, max_tokens=100, structured_outputs=FORMS["json"])
-    (on,), _ = generate(byte_model, params, SPECULATION, PROMPTS[:1])
+    (on,), _ = generate(byte_model, params, NGRAM, PROMPTS[:1])
     (off,), _ = generate(byte_model, params, None, PROMPTS[:1])
     texts = [one.text for one in on.outputs]
     assert texts == [one.text for one in off.outputs]
@@ -250,8 +244,8 @@ def test_a_bad_form_is_refused_and_nothing_else_is_lost(byte_model):
     """The error names the prompt; a request that runs meanwhile ends as it would have."""
     good = SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=FORMS["json"])
     bad = SamplingParams(structured_outputs={"json": {"type": "strin"}})
-    (expected,), _ = generate(byte_model, good, SPECULATION, PROMPTS[:1])
-    with LLM(str(byte_model), dtype="float32", speculative_config=SPECULATION) as llm:
+    (expected,), _ = generate(byte_model, good, NGRAM, PROMPTS[:1])
+    with LLM(str(byte_model), dtype="float32", speculative_config=NGRAM) as llm:
         stream = llm.stream({"prompt_token_ids": PROMPTS[0]}, good)
         text = next(stream).outputs[0].text
         with pytest.raises(ValueError, match="prompt 1: structured_outputs do not compile: Invalid type: strin"):

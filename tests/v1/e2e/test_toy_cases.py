@@ -18,14 +18,7 @@ from tests.checkpoints import (
     write_random_llama,
     write_successor_model,
 )
-
-SPECULATION = {
-    "method": "ngram",
-    "num_speculative_tokens": 5,
-    "prompt_lookup_min": 2,
-    "prompt_lookup_max": 4,
-    "adaptive": False,  # the cases count steps
-}
+from tests.factories import NGRAM_2_TO_4
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +36,7 @@ def make_llm(model, speculative_config, **options):
     return LLM(str(model), speculative_config=speculative_config, **(defaults | options))
 
 
-def generate(model, prompts, params, speculative_config=SPECULATION, **options):
+def generate(model, prompts, params, speculative_config=NGRAM_2_TO_4, **options):
     with make_llm(model, speculative_config, **options) as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
         return llm.generate(prompts, params, use_tqdm=False)
@@ -175,7 +168,7 @@ def test_a_frequency_penalty_sees_the_copies_within_a_draft(tmp_path):
 def test_bad_words_of_one_request_leave_the_other_alone(cycle_model):
     """The second of two equal prompts may not say "e" nor "gh"; the first does as ever."""
     params = [SamplingParams(temperature=0.0, max_tokens=8, bad_words=words) for words in ([], ["e", "gh"])]
-    for speculation in (None, SPECULATION):
+    for speculation in (None, NGRAM_2_TO_4):
         free, bound = generate(cycle_model, [CYCLE_PROMPT] * 2, params, speculation)
         assert free.outputs[0].text == "defghija"
         assert bound.outputs[0].text == "dfgijabc"
@@ -194,7 +187,7 @@ def test_a_seeded_request_does_not_notice_its_neighbour(random_model):
     """The same tokens alone and beside a request without a seed, with speculation and without."""
     seeded = SamplingParams(temperature=1.0, seed=11, max_tokens=24)
     answers = []
-    for speculation in (None, SPECULATION):
+    for speculation in (None, NGRAM_2_TO_4):
         (alone,) = generate(random_model, [[7] * 20], seeded, speculation)
         beside = generate(
             random_model, [[7] * 20] * 2, [SamplingParams(temperature=1.0, max_tokens=24), seeded], speculation
@@ -216,7 +209,7 @@ def test_a_logits_processor_sees_drafts_as_output(cycle_model):
     assert output.token_ids == [3, 4, 6, 7, 8, 9, 0, 1]
 
 
-@pytest.mark.parametrize("speculation", [None, SPECULATION])
+@pytest.mark.parametrize("speculation", [None, NGRAM_2_TO_4])
 def test_a_request_that_can_say_nothing_more_says_why(cycle_model, speculation):
     """min_tokens bans the only allowed id: an error that names both, at once; the neighbour is untouched."""
     bound = SamplingParams(temperature=0.0, allowed_token_ids=[6], stop_token_ids=[6], min_tokens=2)
@@ -230,7 +223,7 @@ def test_a_request_that_can_say_nothing_more_says_why(cycle_model, speculation):
 def test_skip_reading_prefix_cache_computes_the_whole_prompt(cycle_model):
     """The same prompt again hits the cache, unless it asks not to read it; the answer is the same."""
     prompt = CYCLE_PROMPT * 3
-    with make_llm(cycle_model, SPECULATION, block_size=4) as llm:
+    with make_llm(cycle_model, NGRAM_2_TO_4, block_size=4) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=4)
         outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2)]
         params.skip_reading_prefix_cache = True
@@ -244,7 +237,7 @@ def test_n_samples_of_one_seed(random_model):
     params = {"temperature": 1.0, "seed": 11, "max_tokens": 24, "logprobs": 1}
     prompt = [7, 8, 9] * 12
     answers = []
-    for speculation in (None, SPECULATION, SPECULATION):
+    for speculation in (None, NGRAM_2_TO_4, NGRAM_2_TO_4):
         one, four = generate(
             random_model, [prompt] * 2, [SamplingParams(**params), SamplingParams(n=4, **params)], speculation
         )
@@ -256,7 +249,7 @@ def test_n_samples_of_one_seed(random_model):
     assert len({tuple(token_ids) for token_ids, *_ in answers[0]}) == 4
 
 
-@pytest.mark.parametrize("speculation", [None, SPECULATION])
+@pytest.mark.parametrize("speculation", [None, NGRAM_2_TO_4])
 def test_n_samples_compute_their_prefix_once(random_model, speculation):
     """Of a prompt of 33 tokens in blocks of 4, three of four samples find the 32 in the cache; the stream is whole."""
     prompt, params = list(range(33)), SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=10, prompt_logprobs=0)
@@ -295,7 +288,7 @@ def test_preemption_in_mid_run(cycle_model):
     """Two requests in a pool for one and a half: one is preempted, both answer as if alone, all blocks come back."""
     other = [4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6]
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    with make_llm(cycle_model, SPECULATION, block_size=4, num_gpu_blocks_override=10) as llm:
+    with make_llm(cycle_model, NGRAM_2_TO_4, block_size=4, num_gpu_blocks_override=10) as llm:
         outputs = llm.generate([CYCLE_PROMPT, other], params, use_tqdm=False)
         metrics = {m.name: m for m in llm.get_metrics()}
     assert [o.outputs[0].token_ids for o in outputs] == [
@@ -393,7 +386,7 @@ def failing_model(cycle_model, tmp_path_factory):
 @pytest.mark.parametrize(
     "bad, message, kept", [([18, 19], "not finite", [20]), ([29], "token 31 is too much", [30, 31])]
 )
-@pytest.mark.parametrize("speculation", [None, SPECULATION])
+@pytest.mark.parametrize("speculation", [None, NGRAM_2_TO_4])
 def test_a_failure_ends_its_request_only(failing_model, bad, message, kept, speculation):
     """NaN logits and a model that raises end one request with finish_reason "error"; the engine stays usable."""
     params = SamplingParams(temperature=0.0, max_tokens=12)
@@ -410,7 +403,7 @@ def test_a_failure_ends_its_request_only(failing_model, bad, message, kept, spec
 def test_abort_after_a_step_with_drafts(cycle_model):
     """One request is aborted right after a step that verified drafts: the other is untouched, all blocks come back."""
     other = [4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6]
-    with make_llm(cycle_model, SPECULATION, block_size=4) as llm:
+    with make_llm(cycle_model, NGRAM_2_TO_4, block_size=4) as llm:
         texts = {}
         stream = llm.stream([CYCLE_PROMPT, other], SamplingParams(temperature=0.0, max_tokens=12))
         for output in stream:

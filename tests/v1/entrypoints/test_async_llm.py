@@ -19,14 +19,8 @@ from tests.checkpoints import (
     pepper_successor,
     write_successor_model,
 )
+from tests.factories import NGRAM_2_TO_4
 
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 5,
-    "prompt_lookup_min": 2,
-    "prompt_lookup_max": 4,
-    "adaptive": False,
-}
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 24}
 CYCLE_TEXT = "defghijabc" * 20
 
@@ -36,14 +30,14 @@ def cycle_model(tmp_path_factory):
     return write_successor_model(tmp_path_factory.mktemp("cycle"), cycle_successor, letter_tokenizer())
 
 
-@pytest.fixture(scope="module", params=[None, NGRAM], ids=["plain", "ngram"])
+@pytest.fixture(scope="module", params=[None, NGRAM_2_TO_4], ids=["plain", "ngram"])
 def engine(cycle_model, request):
     with AsyncLLM(str(cycle_model), speculative_config=request.param, **OPTIONS) as engine:
         yield engine
 
 
 def make_engine(model, **options):
-    return AsyncLLM(str(model), **OPTIONS | {"speculative_config": NGRAM} | options)
+    return AsyncLLM(str(model), **OPTIONS | {"speculative_config": NGRAM_2_TO_4} | options)
 
 
 def greedy(**params):

@@ -20,14 +20,8 @@ from tests.checkpoints import (
     pepper_successor,
     write_successor_model,
 )
+from tests.factories import NGRAM_2_TO_4
 
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 5,
-    "prompt_lookup_min": 2,
-    "prompt_lookup_max": 4,
-    "adaptive": False,  # steps are counted
-}
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}ab{% endif %}"
 
 
@@ -39,7 +33,7 @@ def cycle_model(tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module", params=[None, NGRAM], ids=["plain", "ngram"])
+@pytest.fixture(scope="module", params=[None, NGRAM_2_TO_4], ids=["plain", "ngram"])
 def llm(cycle_model, request):
     with make_llm(cycle_model, speculative_config=request.param) as llm:
         yield llm
@@ -380,7 +374,7 @@ class TestEngine:
 
     def test_metrics_count_what_ran(self, cycle_model):
         """Totals carry vLLM's names."""
-        with make_llm(cycle_model, speculative_config=NGRAM) as llm:
+        with make_llm(cycle_model, speculative_config=NGRAM_2_TO_4) as llm:
             generate(llm)
             values = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
             assert values["vllm:prompt_tokens"] == 13
@@ -450,7 +444,7 @@ class TestConstruction:
 def test_eos_list(tmp_path):
     """The first EOS id ends without a stop reason, a further one with itself; ignore_eos passes both."""
     directory = write_successor_model(tmp_path, cycle_successor, letter_tokenizer(), eos=[6, 4])
-    with make_llm(directory, speculative_config=NGRAM) as llm:
+    with make_llm(directory, speculative_config=NGRAM_2_TO_4) as llm:
         [further] = generate(llm).outputs
         assert (further.token_ids, further.finish_reason, further.stop_reason) == ([3, 4], "stop", 4)
         [first] = generate(llm, [*CYCLE_PROMPT, 3, 4]).outputs
@@ -473,7 +467,7 @@ def test_default_params_of_the_model(tmp_path):
 def test_streamed_text_has_whole_characters(tmp_path, max_tokens, text):
     """Steps of several bytes never show a part of a character, with speculation on and off."""
     directory = write_successor_model(tmp_path, pepper_successor, byte_tokenizer())
-    for speculative in (None, NGRAM):
+    for speculative in (None, NGRAM_2_TO_4):
         with make_llm(directory, speculative_config=speculative) as llm:
             deltas = [d.outputs[0].text for d in llm.stream([*PEPPER] * 3, greedy(max_tokens=max_tokens))]
             assert "".join(deltas) == text

@@ -80,6 +80,27 @@ def run_whole(decoder, lengths, **options):
     return sequences, np.split(logits, np.cumsum(lengths)[:-1])
 
 
+def assert_same_bits(a, b):
+    """Equal floats, NaN and the sign of zero included."""
+    assert np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
+
+
+def relative_error(logits, expected):
+    """Each row's error over its norm: one wrong row must not hide among good ones."""
+    return np.linalg.norm(logits - expected, axis=1) / np.linalg.norm(expected, axis=1)
+
+
+def assert_chunks_change_no_bit(decoder, lengths, expected, chunk, *, end):
+    """Compute all sequences' tokens in [0, end), `chunk` of each in a step: every row is the expected one's bits."""
+    sequences = Sequences(decoder, lengths)
+    for first in range(0, end, chunk):
+        parts = [(i, first, min(n, first + chunk)) for i, n in enumerate(lengths) if first < n]
+        logits = sequences.run(parts)
+        for request, a, b in parts:
+            assert_same_bits(logits[: b - a], expected[request][a:b])
+            logits = logits[b - a :]
+
+
 def reference_logits(model, tokens, *, last=None, rounded=lambda rows: rows):
     """The definition: logits of a sequence's rows, in float64; only the `last` ones (of one layer).
 

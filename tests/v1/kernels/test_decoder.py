@@ -6,7 +6,16 @@ from hypothesis import strategies as st
 
 from engine_v1.kernels import decoder as decoder_module
 from engine_v1.kernels import forward, packed_weights
-from tests.v1.kernels.models import Sequences, make_decoder, make_model, reference_logits, run_whole
+from tests.v1.kernels.models import (
+    Sequences,
+    assert_chunks_change_no_bit,
+    assert_same_bits,
+    make_decoder,
+    make_model,
+    reference_logits,
+    relative_error,
+    run_whole,
+)
 
 # Bounds of a row's error, relative to its norm: (median over rows, any row). In bf16 rows that nearly cancel lose most
 # of their bits: the torch model has medians of 0.008 and rows of 0.09 on such models, these kernels 0.006 and 0.1.
@@ -15,14 +24,8 @@ TOLERANCE = {torch.float32: (4e-6, 2e-5), torch.bfloat16: (0.02, 0.2)}
 DTYPES = list(TOLERANCE)
 
 
-def assert_same_bits(a, b):
-    assert np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
-
-
 def assert_defined(logits, model, tokens, **options):
-    expected = reference_logits(model, tokens, **options)
-    # Row by row: one wrong row must not hide among good ones.
-    error = np.linalg.norm(logits - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    error = relative_error(logits, reference_logits(model, tokens, **options))
     median, largest = TOLERANCE[model.dtype]
     assert np.median(error) < median or len(error) < 10
     assert error.max() < largest
@@ -79,19 +82,10 @@ def test_rows_read_all_their_keys(dtype, context):
 def test_a_row_is_the_same_bits_in_any_batch_and_chunk(dtype, windows):
     """Rows alone, in batches of every size around a tile's, and in chunks: the same logits to the last bit."""
     model = make_model(dtype=dtype, windows=windows)
-    decoder = make_decoder(model)
     lengths = [300, 41, 17]
-    _, whole = run_whole(decoder, lengths)
+    _, whole = run_whole(make_decoder(model), lengths)
     for chunk in (1, 2, 5, 6, 7, 12, 13, 64, 200):
-        decoder = make_decoder(model)
-        sequences = Sequences(decoder, lengths, seed=0)
-        steps = range(0, 300, chunk) if chunk > 2 else range(0, 40, chunk)
-        for first in steps:
-            parts = [(i, first, min(n, first + chunk)) for i, n in enumerate(lengths) if first < n]
-            logits = sequences.run(parts)
-            for request, a, b in parts:
-                assert_same_bits(logits[: b - a], whole[request][a:b])
-                logits = logits[b - a :]
+        assert_chunks_change_no_bit(make_decoder(model), lengths, whole, chunk, end=300 if chunk > 2 else 40)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,16 @@ from engine_v1.kernels.formats import INT8, Q4_1, Q8_0
 from engine_v1.kernels.packed_weights import pack_weights
 from engine_v1.kernels.quantize import ZERO_POINT, quantize_weight
 from engine_v1.models.gguf_checkpoint import GgufMatrix
-from tests.v1.kernels.models import Sequences, make_decoder, make_model, reference_logits, run_whole
+from tests.v1.kernels.models import (
+    Sequences,
+    assert_chunks_change_no_bit,
+    assert_same_bits,
+    make_decoder,
+    make_model,
+    reference_logits,
+    relative_error,
+    run_whole,
+)
 
 KINDS = ["int8", "Q8_0", "Q4_1"]
 SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 64, "num_attention_heads": 4}
@@ -58,14 +67,6 @@ def rounded_rows(x):
     return (torch.round(blocks / torch.where(scales > 0, scales, 1.0)) * scales).flatten(-2)[..., :size]
 
 
-def assert_same_bits(a, b):
-    assert np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
-
-
-def relative_error(logits, expected):
-    return np.linalg.norm(logits - expected, axis=1) / np.linalg.norm(expected, axis=1)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
@@ -104,13 +105,8 @@ def test_a_row_is_the_same_bits_in_any_batch_and_chunk(kind, dtype):
     lengths = [70, 41, 17]
     _, whole = run_whole(make_decoder(model, **arguments), lengths)
     for chunk in (1, 5, 6, 7, 12, 13, 64):
-        sequences = Sequences(make_decoder(model, **arguments), lengths, seed=0)
-        for first in range(0, 70 if chunk > 1 else 20, chunk):
-            parts = [(i, first, min(n, first + chunk)) for i, n in enumerate(lengths) if first < n]
-            logits = sequences.run(parts)
-            for request, a, b in parts:
-                assert_same_bits(logits[: b - a], whole[request][a:b])
-                logits = logits[b - a :]
+        decoder = make_decoder(model, **arguments)
+        assert_chunks_change_no_bit(decoder, lengths, whole, chunk, end=70 if chunk > 1 else 20)
 
 
 @pytest.mark.parametrize("kind", KINDS)
