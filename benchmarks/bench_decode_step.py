@@ -32,7 +32,7 @@ from engine_v1.platforms.cpu import CpuPlatform
 from engine_v1.request import Request
 from engine_v1.sample.sampler import RowStatus
 from engine_v1.sampling_params import SamplingParams
-from engine_v1.spec_decode.proposer import Proposer
+from engine_v1.spec_decode.proposer import Proposer, WrappingProposer, draftable_requests
 from engine_v1.worker.cpu_backend import CpuBackend
 
 MAX_DRAFT_ROWS = 6  # of one request with drafts: the last known token and vLLM's usual 5 drafts
@@ -96,7 +96,7 @@ class ModelBytes:
         return cell.num_requests * cell.context * self.kv_per_token
 
 
-class ScriptedProposer(Proposer):
+class ScriptedProposer(WrappingProposer):
     """Looks drafts up as usual, then gives every request as many of its own: the model rejects them.
 
     Args:
@@ -105,23 +105,18 @@ class ScriptedProposer(Proposer):
     """
 
     def __init__(self, lookup: Proposer, token_id: int) -> None:
-        self.lookup = lookup
+        super().__init__(lookup, num_speculative_tokens=0)
         self.token_id = token_id
-        self.num_drafts = 0
+
+    def set_num_drafts(self, num_drafts: int) -> None:
+        """Draft so many tokens from now on; none at first."""
+        self._num_speculative_tokens = num_drafts
 
     def propose(self, requests: Sequence[Request]) -> None:
         """See :class:`Proposer`."""
-        self.lookup.propose(requests)
-        for request in requests:
-            request._spec_token_ids = [self.token_id] * self.num_drafts if request.num_pending_tokens == 1 else []
-
-    def released(self, request: Request) -> None:
-        """See :class:`Proposer`."""
-        self.lookup.released(request)
-
-    def finished(self, request: Request) -> None:
-        """See :class:`Proposer`."""
-        self.lookup.finished(request)
+        super().propose(requests)
+        for request, cap in draftable_requests(requests, self._num_speculative_tokens):
+            request._spec_token_ids = [self.token_id] * cap
 
 
 class NothingComputed:
@@ -272,11 +267,11 @@ class Engine:
         config = scheduler.config
         scheduler.config = dataclasses.replace(config, max_num_batched_tokens=cell.num_requests * length)
         core.runner.backend = NothingComputed()  # type: ignore[assignment]  # nobody asks for log probabilities
-        self._proposer.num_drafts = 0
+        self._proposer.set_num_drafts(0)
         core.step()
         core.runner.backend = self._backend
         scheduler.config = config
-        self._proposer.num_drafts = cell.num_drafts
+        self._proposer.set_num_drafts(cell.num_drafts)
         assert all(r.num_pending_tokens == 1 for r in scheduler.running), "all prompts fit into one step"
         return [request.request_id for request in scheduler.running]
 

@@ -57,7 +57,7 @@ class Request:
     * ``prompt_logprobs`` has an entry for each prompt token whose predecessor was computed, where they were asked for.
 
     Only the scheduler writes progress (``num_computed_tokens``, ``output_token_ids``, ``status``); only a proposer
-    fills ``_spec_token_ids`` and says in ``_spec_match_length`` and ``_spec_source`` what they rest on.
+    fills ``_spec_token_ids``, and what it rests on: ``_spec_match_length``, ``_spec_source``, ``_spec_probs``.
 
     Args:
         request_id: unique among the unfinished requests of an engine.
@@ -170,7 +170,8 @@ class Request:
         own = self.sampling_params.num_speculative_tokens
         if own is not None:
             num_speculative_tokens = min(num_speculative_tokens, own)
-        return max(0, min(num_speculative_tokens, self.max_tokens - self.num_output_tokens - 1))
+        room = self.max_tokens - self.num_output_tokens - 1
+        return num_speculative_tokens if num_speculative_tokens < room else max(0, room)
 
     def append_output_token(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)

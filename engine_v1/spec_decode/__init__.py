@@ -1,1 +1,1 @@
-"""Drafting: who proposes tokens, by which rule, and how well it went."""
+"""Drafting: who proposes tokens and by which rule, how much of a draft is verified, and how well it went."""

@@ -5,7 +5,7 @@ import math
 MAX_MATCH = 24  # longer matches count as this long
 # Guesses that the prior counts for, and the share of what is known that each new one leaves: about 500 are remembered.
 PRIOR_WEIGHT = 20.0
-MEMORY = 0.998
+RETENTION = 0.998
 # A request's own log-odds, added to everyone's: how fast they follow its guesses, and how far they may go.
 REQUEST_RATE = 0.1
 MAX_REQUEST_LOG_ODDS = 3.0
@@ -59,8 +59,8 @@ class AcceptanceEstimator:
         expected = self.probability(source, match_length, log_odds)
         index = min(match_length, MAX_MATCH)
         hits, trials = self._hits[source], self._trials[source]
-        hits[index] = hits[index] * MEMORY + accepted
-        trials[index] = trials[index] * MEMORY + 1.0
+        hits[index] = hits[index] * RETENTION + accepted
+        trials[index] = trials[index] * RETENTION + 1.0
         self._log_odds[source][index] = _logit(hits[index] / trials[index])
         moved = log_odds + REQUEST_RATE * (accepted - expected)
         return max(-MAX_REQUEST_LOG_ODDS, min(MAX_REQUEST_LOG_ODDS, moved))

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine_v1.paths import cache_root, is_writable_directory
+from engine_v1.spec_decode.hashing import MULTIPLIER
 from engine_v1.spec_decode.shared_memory import corpus_table, load_table, save_table
-from engine_v1.spec_decode.successors import MULTIPLIER, NODE, ORDERS, SuccessorTable
+from engine_v1.spec_decode.successors import NODE_SIZE, ORDERS, SuccessorTable
 from engine_v1.tokenizer import Tokenizer
 
 
@@ -28,19 +29,25 @@ def load_corpus(corpus: Sequence[str], tokenizer: Tokenizer | None) -> Successor
     if tokenizer is None:
         raise ValueError("a corpus needs a tokenizer; load the model with one, or leave corpus out.")
     texts = [_read(entry) for entry in corpus]
+    path = _table_path(texts, tokenizer)
+    if path is not None and path.is_file():
+        return load_table(path)
+    table = corpus_table([tokenizer.encode(text, add_special_tokens=False) for text in texts])
+    if path is not None:
+        save_table(path, table)
+    return table
+
+
+def _table_path(texts: Sequence[str], tokenizer: Tokenizer) -> Path | None:
+    """Return the file that is for the table of these texts; None where nothing is writable."""
     root = cache_root()
     directory = None if root is None else root / "corpora"
     if directory is None or not is_writable_directory(directory):
-        return corpus_table([tokenizer.encode(text, add_special_tokens=False) for text in texts])
-    key = hashlib.sha256(repr((MULTIPLIER, ORDERS, NODE)).encode())
+        return None
+    key = hashlib.sha256(repr((MULTIPLIER, ORDERS, NODE_SIZE)).encode())
     for text in (tokenizer.backend.to_str(), *texts):
         key.update(hashlib.sha256(text.encode()).digest())
-    path = directory / f"{key.hexdigest()[:32]}.npy"
-    if path.is_file():
-        return load_table(path)
-    table = corpus_table([tokenizer.encode(text, add_special_tokens=False) for text in texts])
-    save_table(path, table)
-    return table
+    return directory / f"{key.hexdigest()[:32]}.npy"
 
 
 def _read(entry: str) -> str:

@@ -10,8 +10,8 @@ from engine_v1.request import Request
 from engine_v1.sample.logits_rules import NO_RULES
 from engine_v1.spec_decode.acceptance import ESTIMATED, AcceptanceEstimator, estimate_grade
 from engine_v1.spec_decode.cost_model import CostModel, StepLoad
+from engine_v1.spec_decode.proposer import FORCED_SOURCE
 
-FORCED_SOURCE = "grammar"  # these drafts are certain; nobody shortens them
 # A draft row must be worth this many times what it costs, since chances and costs are estimates.
 SAFETY = 1.1
 # The same while nobody waits. A request that ends early then leaves a shorter step, and no seat that another takes: a

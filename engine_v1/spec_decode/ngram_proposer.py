@@ -11,9 +11,8 @@ from engine_v1.core.token_table import TokenTable
 from engine_v1.kernels.intrinsics import int32_view
 from engine_v1.kernels.jit import jit, kernel_part, warmup
 from engine_v1.request import Request
-from engine_v1.spec_decode.proposer import Proposer
-
-MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, of MMIX: odd, with its bits well spread
+from engine_v1.spec_decode.hashing import mix, place
+from engine_v1.spec_decode.proposer import Proposer, draftable_requests
 
 
 def ngram_draft(
@@ -53,7 +52,7 @@ def _find(tokens: Any, tables: Any, base: int, capacity: int, hashed: int, end: 
     Its table starts at ``base`` and has ``capacity`` slots, each with the end of an n-gram, 0 where free. What a slot
     means is read from the tokens themselves, so two n-grams of one hash are never taken for each other.
     """
-    slot = (hashed ^ (hashed >> 29)) & (capacity - 1)
+    slot: int = place(hashed, capacity)
     while tables[base + slot] != 0:
         j = 1
         while j <= n and tokens[tables[base + slot] - j] == tokens[end - j]:
@@ -65,24 +64,51 @@ def _find(tokens: Any, tables: Any, base: int, capacity: int, hashed: int, end: 
 
 
 @kernel_part
-def _insert(
+def _index_ngrams(
     tokens: Any,
     tables: Any,
     capacity: int,
-    end: int,
+    start: int,
+    limit: int,
     min_n: int,
     max_n: int,
     earliest: bool,  # noqa: FBT001
 ) -> None:
-    """Note the n-grams that end before ``end``, one in each n's table."""
+    """Note in each n's table the n-grams that end after ``start`` tokens and up to ``limit``."""
+    for end in range(start + 1, limit + 1):
+        hashed = 0
+        for n in range(1, min(max_n, end) + 1):
+            hashed = mix(hashed, tokens[end - n])
+            if n >= min_n:
+                slot = _find(tokens, tables, (n - min_n) * capacity, capacity, hashed, end, n)
+                if tables[slot] == 0 or not earliest:
+                    tables[slot] = end
+
+
+@kernel_part
+def _longest_match(
+    tokens: Any, length: int, tables: Any, capacity: int, limit: int, min_n: int, max_n: int
+) -> tuple[int, int]:
+    """Return the n of the longest match of the last tokens, and where it ends; 0 and ``length`` without one."""
+    best_n = 0
+    best_end = length
     hashed = 0
-    for n in range(1, min(max_n, end) + 1):
-        hashed = (hashed + tokens[end - n] + 1) * MULTIPLIER
-        hashed ^= hashed >> 32
+    for n in range(1, min(max_n, length - 1) + 1):
+        hashed = mix(hashed, tokens[length - n])
         if n >= min_n:
-            slot = _find(tokens, tables, (n - min_n) * capacity, capacity, hashed, end, n)
-            if tables[slot] == 0 or not earliest:
-                tables[slot] = end
+            end = tables[_find(tokens, tables, (n - min_n) * capacity, capacity, hashed, length, n)]
+            if end == 0:
+                break
+            best_n = n
+            best_end = end
+    for end in range(length - 1, max(0, limit), -1):
+        n = 0
+        while n < max_n and n < end and tokens[end - 1 - n] == tokens[length - 1 - n]:
+            n += 1
+        if n > best_n and n >= min_n:
+            best_n = n
+            best_end = end
+    return best_n, best_end
 
 
 @jit
@@ -134,29 +160,9 @@ def propose_kernel(
         capacity = capacities[row]
         tables = int32_view(addresses[row], (max_n - min_n + 1) * capacity)
         limit = length - 1 if earliest else length - k
-        for end in range(indexed[row] + 1, limit + 1):
-            _insert(tokens, tables, capacity, end, min_n, max_n, earliest)
+        _index_ngrams(tokens, tables, capacity, indexed[row], limit, min_n, max_n, earliest)
         indexed[row] = max(indexed[row], limit)
-
-        best_n = 0
-        best_end = length
-        hashed = 0
-        for n in range(1, min(max_n, length - 1) + 1):
-            hashed = (hashed + tokens[length - n] + 1) * MULTIPLIER
-            hashed ^= hashed >> 32
-            if n >= min_n:
-                end = tables[_find(tokens, tables, (n - min_n) * capacity, capacity, hashed, length, n)]
-                if end == 0:
-                    break
-                best_n = n
-                best_end = end
-        for end in range(length - 1, max(0, limit), -1):
-            n = 0
-            while n < max_n and n < end and tokens[end - 1 - n] == tokens[length - 1 - n]:
-                n += 1
-            if n > best_n and n >= min_n:
-                best_n = n
-                best_end = end
+        best_n, best_end = _longest_match(tokens, length, tables, capacity, limit, min_n, max_n)
         count = min(caps[i], length - best_end)
         for j in range(count):
             drafts[row, j] = tokens[best_end + j]
@@ -233,13 +239,7 @@ class NgramProposer(Proposer):
     def propose(self, requests: Sequence[Request]) -> None:
         """Set ``_spec_token_ids`` of every request; see ``Proposer``."""
         eligible: list[Request] = []
-        for request in requests:
-            request._spec_token_ids = []
-            if request.num_pending_tokens != 1:
-                continue  # a prompt not read to its end yet
-            cap = request.max_draft_tokens(self._num_speculative_tokens)
-            if cap == 0:
-                continue
+        for request, cap in draftable_requests(requests, self._num_speculative_tokens):
             row, num_tokens = request.row, request.num_tokens
             if request.request_id not in self._row_of:
                 self._row_of[request.request_id] = row

@@ -1,9 +1,11 @@
-"""The seam between the engine step and whatever drafts tokens."""
+"""The seam between the engine step and whatever drafts tokens, and what all that do have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from engine_v1.request import Request
+
+FORCED_SOURCE = "grammar"  # the ``_spec_source`` of drafts that are certain to be accepted: nobody shortens them
 
 
 class Proposer(Protocol):
@@ -16,11 +18,10 @@ class Proposer(Protocol):
     def propose(self, requests: Sequence[Request]) -> None:
         """Set ``_spec_token_ids`` of every request, to an empty list where there is nothing to draft.
 
-        Contract: only a request all of whose known tokens but the last are computed gets a draft, of at most
-        ``request.max_draft_tokens(...)`` tokens. With a draft come ``_spec_match_length``, how many tokens at the
-        end of the text were found where it comes from (0 where that means nothing), ``_spec_source``, the
-        kind of place, and where it can be estimated ``_spec_probs``, how likely each token is right if those before it
-        are. Nothing else of a request is written.
+        Contract: only :func:`draftable_requests` get a draft, no longer than these say. With a draft come
+        ``_spec_match_length``, how many tokens at the end of the text were found where it comes from (0 where that
+        means nothing), ``_spec_source``, the kind of place, and where it can be estimated ``_spec_probs``, how likely
+        each token is right if those before it are. Nothing else of a request is written.
 
         Args:
             requests: the running requests, each with its row in the token table.
@@ -37,3 +38,46 @@ class Proposer(Protocol):
     def finished(self, request: Request) -> None:
         """Learn from a request that has ended; called after :meth:`released`, once, its tokens final."""
         del request
+
+
+def draftable_requests(requests: Iterable[Request], num_speculative_tokens: int) -> Iterator[tuple[Request, int]]:
+    """Yield the requests that may have a draft now, each with the length it may have; the others lose theirs.
+
+    A request may have one when all its known tokens but the last are computed, so that the step goes on behind them,
+    and when it may emit more than the one token that the step gives anyway.
+
+    Args:
+        requests: running requests.
+        num_speculative_tokens: the engine's longest draft.
+    """
+    for request in requests:
+        cap = request.max_draft_tokens(num_speculative_tokens) if request.num_pending_tokens == 1 else 0
+        if cap > 0:
+            yield request, cap
+        else:
+            request._spec_token_ids = []
+
+
+class WrappingProposer(Proposer):
+    """Passes everything on to another proposer; subclasses change what that has drafted.
+
+    Args:
+        inner: drafts for all requests.
+        num_speculative_tokens: the longest draft.
+    """
+
+    def __init__(self, inner: Proposer, *, num_speculative_tokens: int) -> None:
+        self._inner = inner
+        self._num_speculative_tokens = num_speculative_tokens
+
+    def propose(self, requests: Sequence[Request]) -> None:
+        """See :class:`Proposer`."""
+        self._inner.propose(requests)
+
+    def released(self, request: Request) -> None:
+        """See :class:`Proposer`."""
+        self._inner.released(request)
+
+    def finished(self, request: Request) -> None:
+        """See :class:`Proposer`."""
+        self._inner.finished(request)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine_v1.core.token_table import TokenTable
 from engine_v1.request import Request
-from engine_v1.spec_decode.proposer import Proposer
+from engine_v1.spec_decode.proposer import Proposer, draftable_requests
 
 
 @dataclass(frozen=True)
@@ -161,21 +161,18 @@ class OracleProposer(Proposer):
     def __init__(self, outputs: Mapping[str, Sequence[int]], *, num_speculative_tokens: int) -> None:
         self._outputs = outputs
         self._num_speculative_tokens = num_speculative_tokens
-        self._own: dict[str, set[tuple[int, int]]] = {}
         self._shared: dict[str | None, set[tuple[int, int]]] = defaultdict(set)  # by cache_salt
 
     def propose(self, requests: Sequence[Request]) -> None:
         """Set ``_spec_token_ids`` of every request; see ``Proposer``."""
         for request in requests:
-            self._own[request.request_id] = set(itertools.pairwise(request.all_token_ids))
             self._learn(request)
-        for request in requests:
-            seen = self._own[request.request_id] | self._shared[request.cache_salt]
+        for request, cap in draftable_requests(requests, self._num_speculative_tokens):
+            seen = self._shared[request.cache_salt].union(itertools.pairwise(request.all_token_ids))
             first = request.num_output_tokens
-            coming = self._outputs[request.request_id][first : first + self._num_speculative_tokens]
             draft: list[int] = []
             last = request.all_token_ids[-1]
-            for token in coming[: request.max_draft_tokens(self._num_speculative_tokens)]:
+            for token in self._outputs[request.request_id][first : first + cap]:
                 if (last, token) not in seen:
                     break
                 draft.append(token)

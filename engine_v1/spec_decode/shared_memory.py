@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from engine_v1.spec_decode.successors import ORDERS, ROW, WAYS, SuccessorTable, compile_kernels
+from engine_v1.spec_decode.successors import ENTRY_SIZE, ORDERS, WAYS, SuccessorTable, compile_kernels
 
 MAX_PARTITIONS = 64
 ADJACENCY_NODES = 1 << 15
@@ -127,6 +127,7 @@ def load_table(path: Path) -> SuccessorTable:
         ValueError: the file holds something else.
     """
     array = np.load(path, allow_pickle=False)
-    if array.dtype != np.int32 or array.ndim != 1 or len(array) % ROW or (len(array) // ROW).bit_count() != 1:
+    num_nodes, rest = divmod(array.size, ENTRY_SIZE)
+    if array.dtype != np.int32 or array.ndim != 1 or rest or num_nodes.bit_count() != 1:
         raise ValueError(f"{path} holds no table of successors; delete it and it is made again.")
     return SuccessorTable(array=np.ascontiguousarray(array))

@@ -4,8 +4,8 @@ A context is the last 1, 2, 4 or 8 tokens. Its node counts all tokens that follo
 different ones, most recent first, each with its own count. Where the table is full a new context takes the place of the
 rarest of the eight that could hold it, so memory never grows and no operation is longer than another.
 
-A table is one int32 array: a key per node, then the nodes. Contexts are told apart by 61 bits of a hash, which is
-enough for guesses.
+A table is one int32 array: a key per node, then the nodes. Contexts are told apart by a hash alone, by 29 bits of it in
+the key and some more in the place, which is enough for guesses.
 """
 
 from typing import Any
@@ -15,14 +15,15 @@ import numpy.typing as npt
 from numba import int32, int64
 
 from engine_v1.kernels.jit import jit, kernel_part, warmup
+from engine_v1.spec_decode.hashing import mix, place
 
 ORDERS = (1, 2, 4, 8)  # lengths of the contexts
 MAX_ORDER = ORDERS[-1]
 SLOTS = 3  # successors that a node names
 WAYS = 8  # nodes that may hold a context
-NODE = 8  # int32s of a node: total, slots in use, SLOTS tokens, SLOTS counts
-ROW = 1 + NODE  # with its key
-MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, of MMIX: odd, with its bits well spread
+NUM_USED, TOKENS, COUNTS = 1, 2, 2 + SLOTS  # what stands where in a node; the total stands first
+NODE_SIZE = COUNTS + SLOTS  # int32s
+ENTRY_SIZE = 1 + NODE_SIZE  # with its key
 
 
 class SuccessorTable:
@@ -30,14 +31,14 @@ class SuccessorTable:
 
     Args:
         num_nodes: at least so many nodes, rounded up to a power of two; 36 bytes each.
-        array: int32[ROW * a power of two], in place of an empty one.
+        array: int32[ENTRY_SIZE * a power of two], in place of an empty one.
     """
 
     def __init__(self, num_nodes: int = 0, array: npt.NDArray[np.int32] | None = None) -> None:
         if array is None:
-            array = np.zeros(ROW * (1 << (max(num_nodes, WAYS) - 1).bit_length()), np.int32)
+            array = np.zeros(ENTRY_SIZE * (1 << (max(num_nodes, WAYS) - 1).bit_length()), np.int32)
         self.array = array
-        self.capacity = len(array) // ROW
+        self.capacity = len(array) // ENTRY_SIZE
         self.address: int = array.ctypes.data
 
     def learn(self, text: npt.NDArray[np.int32], min_order: int = 1) -> None:
@@ -49,18 +50,17 @@ class SuccessorTable:
         count_text(text, self.array, min_order, -1)
 
 
-@kernel_part
-def mix(hashed: int, token: int) -> int:
-    """Return the hash of a context that is one token longer, towards the start of the text."""
-    hashed = (hashed + token + 1) * MULTIPLIER
-    return hashed ^ (hashed >> 32)
+@kernel_part(forceinline=True)
+def _key(hashed: int) -> int:
+    """Return what stands for a context beside its node; never 0, which is that of a free one."""
+    return ((hashed >> 33) & 0x3FFFFFFF) | 1
 
 
 @kernel_part
 def find_node(table: Any, capacity: int, hashed: int) -> int:
     """Return the number of a context's node, or -1."""
-    first = ((hashed ^ (hashed >> 29)) & (capacity // WAYS - 1)) * WAYS
-    key = ((hashed >> 33) & 0x3FFFFFFF) | 1
+    first: int = place(hashed, capacity // WAYS) * WAYS
+    key = _key(hashed)
     for node in range(first, first + WAYS):
         if table[node] == key:
             return node
@@ -70,25 +70,25 @@ def find_node(table: Any, capacity: int, hashed: int) -> int:
 @kernel_part
 def _new_node(table: Any, capacity: int, hashed: int) -> int:
     """Give a context that has none a node, in place of the rarest if need be; return its number."""
-    first = ((hashed ^ (hashed >> 29)) & (capacity // WAYS - 1)) * WAYS
+    first: int = place(hashed, capacity // WAYS) * WAYS
     best = first
     for node in range(first, first + WAYS):
         if table[node] == 0:
             best = node
             break
-        if table[capacity + node * NODE] < table[capacity + best * NODE]:
+        if table[capacity + node * NODE_SIZE] < table[capacity + best * NODE_SIZE]:
             best = node
-    table[best] = ((hashed >> 33) & 0x3FFFFFFF) | 1
-    for i in range(NODE):
-        table[capacity + best * NODE + i] = 0
+    table[best] = _key(hashed)
+    for i in range(NODE_SIZE):
+        table[capacity + best * NODE_SIZE + i] = 0
     return best
 
 
 @kernel_part
 def _count_up(table: Any, at: int, token: int) -> None:
     """Count a token that followed, and move it to the front; the rarest, then oldest, of the others makes room."""
-    used = table[at + 1]
-    tokens, counts = at + 2, at + 2 + SLOTS
+    used = table[at + NUM_USED]
+    tokens, counts = at + TOKENS, at + COUNTS
     slot = 0
     while slot < used and table[tokens + slot] != token:
         slot += 1
@@ -96,7 +96,7 @@ def _count_up(table: Any, at: int, token: int) -> None:
     if slot < used:
         count += table[counts + slot]
     elif used < SLOTS:
-        table[at + 1] = used + 1
+        table[at + NUM_USED] = used + 1
     else:
         slot = SLOTS - 1
         for other in range(SLOTS - 2, -1, -1):
@@ -113,8 +113,8 @@ def _count_up(table: Any, at: int, token: int) -> None:
 @kernel_part
 def _count_down(table: Any, at: int, token: int) -> None:
     """Take back one count of a token; without any left it leaves its slot."""
-    used = table[at + 1]
-    tokens, counts = at + 2, at + 2 + SLOTS
+    used = table[at + NUM_USED]
+    tokens, counts = at + TOKENS, at + COUNTS
     table[at] -= 1
     for slot in range(used):
         if table[tokens + slot] != token:
@@ -124,7 +124,7 @@ def _count_down(table: Any, at: int, token: int) -> None:
             for i in range(slot, used - 1):
                 table[tokens + i] = table[tokens + i + 1]
                 table[counts + i] = table[counts + i + 1]
-            table[at + 1] = used - 1
+            table[at + NUM_USED] = used - 1
         break
 
 
@@ -153,13 +153,13 @@ def count_token(
         node = find_node(table, capacity, hashed)
         if by < 0:
             if node >= 0:
-                _count_down(table, capacity + node * NODE, tokens[end])
-                if table[capacity + node * NODE] <= 0:
+                _count_down(table, capacity + node * NODE_SIZE, tokens[end])
+                if table[capacity + node * NODE_SIZE] <= 0:
                     table[node] = 0
         else:
             if node < 0:
                 node = _new_node(table, capacity, hashed)
-            _count_up(table, capacity + node * NODE, tokens[end])
+            _count_up(table, capacity + node * NODE_SIZE, tokens[end])
 
 
 @jit
@@ -168,13 +168,13 @@ def count_text(tokens: Any, table: Any, min_order: int, by: int) -> None:
 
     Args:
         tokens: int32[num_tokens].
-        table: int32[ROW * capacity].
+        table: int32[ENTRY_SIZE * capacity].
         min_order: shortest contexts that count.
         by: 1 to learn, -1 to take back.
 
     Cost: about 0.1 us per token and order in a table larger than the caches.
     """
-    capacity = table.shape[0] // ROW
+    capacity = table.shape[0] // ENTRY_SIZE
     for end in range(1, tokens.shape[0]):
         count_token(tokens, 0, end, table, capacity, min_order, MAX_ORDER, by)
 

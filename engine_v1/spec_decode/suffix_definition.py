@@ -11,9 +11,8 @@ class Successors:
     """What followed one context."""
 
     total: int = 0
-    last: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (token, count) of the last SLOTS different ones, newest first
+    # (token, count) of the last SLOTS different ones, newest first
+    last: list[tuple[int, int]] = field(default_factory=list)
 
     def count_up(self, token: int) -> None:
         """Count a token and move it to the front; the rarest, then oldest, of the others makes room."""

@@ -10,18 +10,21 @@ from engine_v1.core.token_table import TokenTable
 from engine_v1.kernels.intrinsics import int32_view
 from engine_v1.kernels.jit import jit, kernel_part, warmup
 from engine_v1.request import Request
-from engine_v1.spec_decode.proposer import Proposer
+from engine_v1.spec_decode.hashing import mix
+from engine_v1.spec_decode.proposer import Proposer, draftable_requests
 from engine_v1.spec_decode.shared_memory import Partition, SharedMemory
 from engine_v1.spec_decode.successors import (
+    COUNTS,
+    ENTRY_SIZE,
     MAX_ORDER,
-    NODE,
+    NODE_SIZE,
+    NUM_USED,
     ORDERS,
-    ROW,
     SLOTS,
+    TOKENS,
     SuccessorTable,
     count_token,
     find_node,
-    mix,
 )
 
 SOURCES = ("recycling", "corpus", "memory", "suffix")  # less to more trusted: for contexts of a length the last counts
@@ -67,22 +70,22 @@ def _estimate(
             if doubt == 0.0 or addresses[source] == 0:
                 continue
             capacity = capacities[source]
-            table = int32_view(addresses[source], ROW * capacity)
+            table = int32_view(addresses[source], ENTRY_SIZE * capacity)
             node = find_node(table, capacity, hashed)
             if node < 0:
                 continue
-            at = capacity + node * NODE
+            at = capacity + node * NODE_SIZE
             total = table[at]
-            used = table[at + 1]
+            used = table[at + NUM_USED]
             num_named = 0
             for slot in range(used):
-                num_named += table[at + 2 + SLOTS + slot]
+                num_named += table[at + COUNTS + slot]
             num_different = used + (1 if num_named < total else 0)
             rest = doubt * num_different
             for i in range(num):
                 estimates[i] = estimates[i] * (rest / (total + rest))
             for slot in range(used - 1, -1, -1):
-                token = table[at + 2 + slot]
+                token = table[at + TOKENS + slot]
                 i = 0
                 while i < num and candidates[0, i] != token:
                     i += 1
@@ -90,12 +93,78 @@ def _estimate(
                     candidates[0, i] = token
                     estimates[i] = 0.0
                     num += 1
-                estimates[i] += table[at + 2 + SLOTS + slot] / (total + rest)
+                estimates[i] += table[at + COUNTS + slot] / (total + rest)
                 named += 1
                 candidates[1, i] = named
                 candidates[2, i] = order
                 candidates[3, i] = source
     return num
+
+
+@kernel_part(forceinline=True)
+def _learn(
+    token_ids: Any, row: int, prompt_length: int, length: int, addresses: Any, capacities: Any, counted: Any
+) -> None:
+    """Count what one request has committed: in its own table and, if it draws on them, in the adjacencies."""
+    tokens = token_ids[row]
+    capacity = capacities[row, OWN]
+    table = int32_view(addresses[row, OWN], ENTRY_SIZE * capacity)
+    for end in range(max(1, counted[row, 0]), length):
+        count_token(tokens, 0, end, table, capacity, 1, MAX_ORDER, 1)
+    counted[row, 0] = length
+    if addresses[row, RECYCLING] != 0:
+        capacity = capacities[row, RECYCLING]
+        table = int32_view(addresses[row, RECYCLING], ENTRY_SIZE * capacity)
+        for end in range(counted[row, 1], length):
+            count_token(tokens, prompt_length, end, table, capacity, 1, RECYCLED_ORDER, 1)
+        counted[row, 1] = length
+
+
+@kernel_part(forceinline=True)
+def _draft(
+    token_ids: Any,
+    row: int,
+    length: int,
+    cap: int,
+    min_prob: float,
+    doubts: Any,
+    addresses: Any,
+    capacities: Any,
+    context: Any,
+    candidates: Any,
+    estimates: Any,
+    drafts: Any,
+    probs: Any,
+    facts: Any,
+) -> None:
+    """Write the draft of one request, token by token, each the likeliest after those before it."""
+    end = min(length, MAX_ORDER)
+    for j in range(end):
+        context[j] = token_ids[row, length - end + j]
+    count = 0
+    all_right = 1.0
+    facts[row, 1] = 0
+    facts[row, 2] = OWN
+    while count < cap:
+        num = _estimate(context, end, addresses[row], capacities[row], doubts, candidates, estimates)
+        best = 0
+        for j in range(1, num):
+            if estimates[j] > estimates[best] or (
+                estimates[j] == estimates[best] and candidates[1, j] > candidates[1, best]
+            ):
+                best = j
+        if num == 0 or all_right * estimates[best] < min_prob:
+            break
+        all_right *= estimates[best]
+        if count == 0:
+            facts[row, 1] = candidates[2, best]
+            facts[row, 2] = candidates[3, best]
+        drafts[row, count] = candidates[0, best]
+        probs[row, count] = estimates[best]
+        context[end] = candidates[0, best]
+        end += 1
+        count += 1
+    facts[row, 0] = count
 
 
 @jit
@@ -141,49 +210,24 @@ def suffix_kernel(
     Cost: per new token one count for each order; per draft token one probe for each order and source.
     """
     for i in range(rows.shape[0]):
-        row = rows[i]
-        tokens = token_ids[row]
-        capacity = capacities[row, OWN]
-        table = int32_view(addresses[row, OWN], ROW * capacity)
-        for end in range(max(1, counted[row, 0]), lengths[i]):
-            count_token(tokens, 0, end, table, capacity, 1, MAX_ORDER, 1)
-        counted[row, 0] = lengths[i]
-        if addresses[row, RECYCLING] != 0:
-            capacity = capacities[row, RECYCLING]
-            table = int32_view(addresses[row, RECYCLING], ROW * capacity)
-            for end in range(counted[row, 1], lengths[i]):
-                count_token(tokens, prompt_lengths[i], end, table, capacity, 1, RECYCLED_ORDER, 1)
-            counted[row, 1] = lengths[i]
-
+        _learn(token_ids, rows[i], prompt_lengths[i], lengths[i], addresses, capacities, counted)
     for i in range(rows.shape[0]):
-        row = rows[i]
-        end = min(lengths[i], MAX_ORDER)
-        for j in range(end):
-            context[j] = token_ids[row, lengths[i] - end + j]
-        count = 0
-        all_right = 1.0
-        facts[row, 1] = 0
-        facts[row, 2] = OWN
-        while count < caps[i]:
-            num = _estimate(context, end, addresses[row], capacities[row], doubts, candidates, estimates)
-            best = 0
-            for j in range(1, num):
-                if estimates[j] > estimates[best] or (
-                    estimates[j] == estimates[best] and candidates[1, j] > candidates[1, best]
-                ):
-                    best = j
-            if num == 0 or all_right * estimates[best] < min_prob:
-                break
-            all_right *= estimates[best]
-            if count == 0:
-                facts[row, 1] = candidates[2, best]
-                facts[row, 2] = candidates[3, best]
-            drafts[row, count] = candidates[0, best]
-            probs[row, count] = estimates[best]
-            context[end] = candidates[0, best]
-            end += 1
-            count += 1
-        facts[row, 0] = count
+        _draft(
+            token_ids,
+            rows[i],
+            lengths[i],
+            caps[i],
+            min_prob,
+            doubts,
+            addresses,
+            capacities,
+            context,
+            candidates,
+            estimates,
+            drafts,
+            probs,
+            facts,
+        )
 
 
 # The one form in which the kernel is compiled; the arguments in order.
@@ -273,13 +317,7 @@ class SuffixProposer(Proposer):
     def propose(self, requests: Sequence[Request]) -> None:
         """Set ``_spec_token_ids`` of every request; see ``Proposer``."""
         eligible: list[Request] = []
-        for request in requests:
-            request._spec_token_ids = []
-            if request.num_pending_tokens != 1:
-                continue  # a prompt not read to its end yet
-            cap = request.max_draft_tokens(self._num_speculative_tokens)
-            if cap == 0:
-                continue
+        for request, cap in draftable_requests(requests, self._num_speculative_tokens):
             index = len(eligible)
             self._rows[index] = request.row
             self._lengths[index] = request.num_tokens

@@ -154,7 +154,7 @@ def test_a_scripted_draft_follows_the_lookup_and_spares_prompts(script):
     requests = [Request(name, [1, 2, 3], SamplingParams(), max_tokens=8) for name in "ab"]
     requests[0].num_computed_tokens = 2
     proposer = script.ScriptedProposer(SimpleNamespace(propose=seen.extend), token_id=99)
-    proposer.num_drafts = 3
+    proposer.set_num_drafts(3)
     proposer.propose(requests)
     assert seen == requests
     assert [request._spec_token_ids for request in requests] == [[99, 99, 99], []]

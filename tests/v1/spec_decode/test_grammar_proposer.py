@@ -5,30 +5,23 @@ from tests.v1.structured_output.grammars import ids, make_grammar
 
 
 class FixedProposer(Proposer):
-    """Drafts the same for every request, and remembers what it was told."""
+    """Drafts the same for every request."""
 
     def __init__(self, drafts):
         self.drafts = drafts
-        self.told = []
 
     def propose(self, requests):
         for request in requests:
             request._spec_token_ids = list(self.drafts)
             request._spec_source, request._spec_match_length = "ngram", 3
 
-    def released(self, request):
-        self.told.append(("released", request))
 
-    def finished(self, request):
-        self.told.append(("finished", request))
-
-
-def propose(guess, *, max_tokens=16, num_pending=1, **form):
+def propose(guess, *, max_tokens=16, **form):
     """The drafts, source and match length of a request with one output token; k is 5."""
     request = make_request(max_tokens=max_tokens)
     request.grammar = make_grammar(**form) if form else None
     request.append_output_token(0)
-    request.num_computed_tokens = request.num_tokens - num_pending
+    request.num_computed_tokens = request.num_tokens - 1
     GrammarProposer(FixedProposer(ids(guess)), num_speculative_tokens=5).propose([request])
     return request._spec_token_ids, request._spec_source, request._spec_match_length
 
@@ -58,17 +51,3 @@ def test_a_guess_leads_on_to_forced_tokens():
 def test_drafts_keep_to_what_may_still_be_emitted():
     """max_tokens 3 with one token out leaves room for one draft beside the step's own token."""
     assert propose("", max_tokens=3, choice=["abcdefgh"]) == (ids("a"), "grammar", 0)
-
-
-def test_a_partial_prefill_gets_no_draft_of_the_grammars():
-    """With more than the newest token to compute nothing is forced yet."""
-    assert propose("", num_pending=2, choice=["abcdefgh"])[0] == []
-
-
-def test_the_inner_proposer_hears_of_requests_that_leave():
-    """Releases and ends are passed on."""
-    inner, request = FixedProposer([]), make_request()
-    proposer = GrammarProposer(inner, num_speculative_tokens=5)
-    proposer.released(request)
-    proposer.finished(request)
-    assert inner.told == [("released", request), ("finished", request)]

@@ -12,7 +12,7 @@ from engine_v1.spec_decode.shared_memory import (
     load_table,
     save_table,
 )
-from engine_v1.spec_decode.successors import ORDERS, ROW
+from engine_v1.spec_decode.successors import ENTRY_SIZE, ORDERS
 
 
 def contexts(partition):
@@ -81,7 +81,9 @@ class TestDisk:
         assert (loaded.array == table.array).all()
         assert [path.name for path in tmp_path.iterdir()] == ["corpus.npy"]
 
-    @pytest.mark.parametrize("array", [np.zeros(ROW * 8, np.int64), np.zeros(ROW * 9, np.int32), np.zeros(0, np.int32)])
+    @pytest.mark.parametrize(
+        "array", [np.zeros(ENTRY_SIZE * 8, np.int64), np.zeros(ENTRY_SIZE * 9, np.int32), np.zeros(0, np.int32)]
+    )
     def test_another_array_is_refused(self, tmp_path, array):
         """The error names the file."""
         np.save(tmp_path / "corpus.npy", array)
