@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,6 +25,7 @@ from engine_v1.engine.metrics import EngineStats, Metric
 from engine_v1.engine.output_processor import OutputProcessor
 from engine_v1.engine.parent_request import ParentCursor, ParentRequest
 from engine_v1.entrypoints.interrupts import DeferredInterrupt
+from engine_v1.models.config import DecoderConfig
 from engine_v1.models.hub import resolve_model
 from engine_v1.models.loader import load_config, load_generation_config
 from engine_v1.outputs import RequestOutput
@@ -58,6 +60,7 @@ _NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "override_generation_config": (None, {}),
     "load_format": ("auto",),
     "kv_cache_dtype": ("auto",),
+    "enforce_eager": (False, True),  # steps are never captured in graphs
     "compilation_config": (None, {}),
     "logits_processors": (None, []),
     "spec_method": (None,),
@@ -116,7 +119,6 @@ class LLM:
         revision: of a model on the hub.
         skip_tokenizer_init: load no tokenizer; token ids in, token ids out.
         chat_template: a Jinja template for chat(), in place of the model's.
-        enforce_eager: has no effect, steps are never captured in graphs.
         **vllm_options: other keywords of vLLM at the values that ask for nothing.
 
     Raises:
@@ -152,12 +154,9 @@ class LLM:
         revision: str | None = None,
         skip_tokenizer_init: bool = False,
         chat_template: str | None = None,
-        enforce_eager: bool = False,
         **vllm_options: Any,
     ) -> None:
-        own = [name for name in inspect.signature(type(self)).parameters if name != "vllm_options"]
-        reject_unknown_options(vllm_options, [*own, *_NEUTRAL_OPTIONS], "LLM")
-        refuse_unless_neutral(vllm_options, _NEUTRAL_OPTIONS, "LLM")
+        _check_vllm_options(vllm_options, _NEUTRAL_OPTIONS, type(self))
         # Everything that can be checked is, before anything is loaded.
         model_config = ModelConfig(
             model=model,
@@ -180,7 +179,6 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
         )
         speculative = SpeculativeConfig.from_dict(speculative_config)
-        check_bool("enforce_eager", enforce_eager)
         directory = resolve_model(model, revision=revision)
         decoder_config = load_config(directory)
         scheduler_config = SchedulerConfig.with_defaults(
@@ -194,30 +192,27 @@ class LLM:
         self.config = EngineConfig(model_config, cache_config, scheduler_config, speculative, disable_log_stats)
         self.tokenizer: Tokenizer | None = None
         if not check_bool("skip_tokenizer_init", skip_tokenizer_init):
-            self.tokenizer = Tokenizer(
-                directory if tokenizer is None else resolve_model(tokenizer, tokenizer_only=True)
-            )
+            self.tokenizer = Tokenizer(resolve_model(tokenizer, tokenizer_only=True) if tokenizer else directory)
         self._chat_template = chat_template
-        generation_config = load_generation_config(directory)
-        self._default_params = default_sampling_params(generation_config)
+        self._default_params = default_sampling_params(load_generation_config(directory))
+        self.llm_engine = self._load_engine(directory, decoder_config)
+
+    def _load_engine(self, directory: Path, decoder_config: DecoderConfig) -> LLMEngine:
+        """Load the weights into an engine core and put input and output processing around it."""
+        speculative = self.config.speculative
         corpus = None if speculative is None else load_corpus(speculative.corpus, self.tokenizer)
         core = build_engine_core(self.config, directory, decoder_config, corpus)
-        self.llm_engine = self._surround(core, generation_config, decoder_config.vocab_size)
-
-    def _surround(self, core: EngineCore, generation_config: Mapping[str, Any], vocab_size: int) -> LLMEngine:
-        """Put input and output processing around the engine core."""
         backend, tokenizer_eos, special = None, None, frozenset[int]()
         if self.tokenizer is not None:
             backend = self.tokenizer.backend
             tokenizer_eos, special = self.tokenizer.eos_token_id, self.tokenizer.all_special_ids
-        eos_token_id, extra_eos_token_ids = eos_ids(generation_config, tokenizer_eos)
-        scheduler, speculative = core.scheduler, self.config.speculative
+        eos_token_id, extra_eos_token_ids = eos_ids(load_generation_config(directory), tokenizer_eos)
         input_processor = InputProcessor(
             backend,
-            TokenIds(vocab_size, eos_token_id, extra_eos_token_ids, special),
+            TokenIds(decoder_config.vocab_size, eos_token_id, extra_eos_token_ids, special),
             max_model_len=self.config.scheduler.max_model_len,
-            max_total_tokens=scheduler.max_total_tokens,
-            check_fits=scheduler.check_fits,
+            max_total_tokens=core.scheduler.max_total_tokens,
+            check_fits=core.scheduler.check_fits,
             default_params=self._default_params,
             seed=self.config.model.seed,
             max_logprobs=self.config.model.max_logprobs,
@@ -257,7 +252,7 @@ class LLM:
         Raises:
             ValueError: naming the first bad prompt by its index; nothing of the call has run then.
         """
-        self._check_call_options(vllm_options, self.generate)
+        _check_vllm_options(vllm_options, _NEUTRAL_CALL_OPTIONS, self.generate)
         return self._run(self.llm_engine.make_requests(prompts, sampling_params), use_tqdm=use_tqdm)
 
     def chat(
@@ -287,7 +282,7 @@ class LLM:
         Raises:
             ValueError: on messages without role or content, or a model without a chat template.
         """
-        self._check_call_options(vllm_options, self.chat)
+        _check_vllm_options(vllm_options, _NEUTRAL_CALL_OPTIONS, self.chat)
         prompts = self.preprocess_chat(
             messages,
             chat_template=chat_template,
@@ -410,11 +405,6 @@ class LLM:
 
     # ---- running requests ----
 
-    def _check_call_options(self, options: Mapping[str, Any], method: Callable[..., Any]) -> None:
-        own = [name for name in inspect.signature(method).parameters if name != "vllm_options"]
-        reject_unknown_options(options, [*own, *_NEUTRAL_CALL_OPTIONS], method.__name__)
-        refuse_unless_neutral(options, _NEUTRAL_CALL_OPTIONS, method.__name__)
-
     def _admit(self, requests: list[ParentRequest]) -> None:
         with DeferredInterrupt():
             self.llm_engine.add(requests)
@@ -494,6 +484,20 @@ class _Progress:
     def close(self) -> None:
         """Leave the bar as it is."""
         self._bar.close()
+
+
+def _check_vllm_options(
+    options: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], called: Callable[..., Any]
+) -> None:
+    """Refuse those of a call's further keywords that vLLM has not, or that ask for something not built.
+
+    Raises:
+        UnknownOptionError: on the first.
+        ValueError: on the second.
+    """
+    own = [name for name in inspect.signature(called).parameters if name != "vllm_options"]
+    reject_unknown_options(options, [*own, *neutral], called.__name__)
+    refuse_unless_neutral(options, neutral, called.__name__)
 
 
 def _model_len(asked: int | None, trained: int) -> int:

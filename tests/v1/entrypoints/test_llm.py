@@ -414,7 +414,7 @@ class TestConstruction:
             ({"speculative_config": {"method": "eagle"}}, "supported methods: ngram"),
             ({"num_gpu_blocks_override": 2}, "num_gpu_blocks_override must be at least 3"),
             ({"kv_cache_memory_bytes": 1}, "the KV cache has 0 blocks"),
-            ({"enforce_eager": "yes"}, "enforce_eager must be True or False"),
+            ({"enforce_eager": "yes"}, "enforce_eager='yes' is not supported yet by LLM; leave it at False or True"),
         ],
     )
     def test_bad_options_raise(self, cycle_model, options, message):
