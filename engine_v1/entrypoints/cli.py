@@ -1,4 +1,4 @@
-"""The command line: engine-v1 generate, chat, demo, bench and replay."""
+"""The command line: engine-v1 generate, chat, demo, bench, replay and rehearse."""
 
 import argparse
 import logging
@@ -31,6 +31,7 @@ examples:
   engine-v1 chat --system "Answer in one sentence."
   engine-v1 bench --dataset random --num-prompts 16 --compare-no-spec
   engine-v1 replay --outputs outputs.jsonl
+  engine-v1 rehearse --output habits.txt
 """
 
 
@@ -47,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from engine_v1.entrypoints.replay import main as replay
 
             return replay(arguments[1:])
+        if arguments[:1] == ["rehearse"]:
+            from engine_v1.entrypoints.rehearse import main as rehearse
+
+            return rehearse(arguments[1:])
         args = _parser().parse_args(arguments)
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -79,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"engine-v1 {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat,demo,bench,replay}")
+    names = "{generate,chat,demo,bench,replay,rehearse}"
+    commands = parser.add_subparsers(title="commands", required=True, metavar=names)
 
     generate = commands.add_parser("generate", help="continue a prompt", description="Continue a prompt.")
     source = generate.add_mutually_exclusive_group()
@@ -123,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("bench", help="measure throughput (engine-v1 bench --help)", add_help=False)
     commands.add_parser("replay", help="compare drafters on recorded outputs (--help)", add_help=False)
+    commands.add_parser("rehearse", help="let a model write a corpus to draft from (--help)", add_help=False)
     return parser
 
 

@@ -209,7 +209,8 @@ def test_help_has_examples(capsys):
         cli.main(["--help"])
     assert exit_info.value.code == 0
     printed = capsys.readouterr().out
-    assert all(f"engine-v1 {command}" in printed for command in ("generate", "chat", "demo", "bench", "replay"))
+    commands = ("generate", "chat", "demo", "bench", "replay", "rehearse")
+    assert all(f"engine-v1 {command}" in printed for command in commands)
 
 
 @pytest.mark.parametrize("module", ["engine_v1", "engine_v1.entrypoints.cli"])
