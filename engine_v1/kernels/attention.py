@@ -96,8 +96,8 @@ def rope_and_cache(  # type: ignore[no-untyped-def]
     pad = m.head_pad
     row_scratch = ctx.row_at
     done = 0
-    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
-    while count > 0:
+    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
+    while task >= 0:
         rope_at = np.int64(positions[task]) * 2 * m.rope_half
         for head in range(heads):
             at = (task * heads + head) * pad
@@ -122,7 +122,7 @@ def rope_and_cache(  # type: ignore[no-untyped-def]
                     copy_finite(qkv, at, pad, ctx.act, row_scratch)
                 _write_row(ctx, m, layer, slots[task], kv_head, is_key, row_scratch, keys, values)
         done += 1
-        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
+        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
     finish(ctx.sync, ctx.threads, phase, done, m.rows)
 
 
@@ -216,8 +216,8 @@ def attend(ctx, phase, m, layer, window, units, seq_lens, block_tables, q, keys,
     """
     total = m.units * m.kv_heads
     done = 0
-    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
-    while count > 0:
+    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+    while task >= 0:
         unit = units[task // m.kv_heads]
         kv_head = task % m.kv_heads
         position = np.int64(unit[UNIT_POSITION])
@@ -247,7 +247,7 @@ def attend(ctx, phase, m, layer, window, units, seq_lens, block_tables, q, keys,
                 at = _head_row(m, unit[UNIT_ROW], kv_head, line) * m.head_pad
                 _finish_line(ctx, m, line, out, at)
         done += 1
-        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
+        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
     finish(ctx.sync, ctx.threads, phase, done, total)
 
 
@@ -325,8 +325,8 @@ def merge_parts(ctx, phase, m, window, merges, parts, out):  # type: ignore[no-u
     """Merge what several threads computed of the same lines, spans ascending."""
     total = m.merges * m.kv_heads
     done = 0
-    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
-    while count > 0:
+    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+    while task >= 0:
         block = merges[task // m.kv_heads]
         kv_head = task % m.kv_heads
         position = np.int64(block[UNIT_POSITION])
@@ -343,7 +343,7 @@ def merge_parts(ctx, phase, m, window, merges, parts, out):  # type: ignore[no-u
                 _merge_line(ctx, m, 0, parts, at * (m.head_pad + LANES))
             _finish_line(ctx, m, 0, out, _head_row(m, block[UNIT_ROW], kv_head, line) * m.head_pad)
         done += 1
-        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, total, 1)
+        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
     finish(ctx.sync, ctx.threads, phase, done, total)
 
 

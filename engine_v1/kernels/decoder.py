@@ -127,7 +127,6 @@ class CpuDecoder:
             "step_bytes": form.step_bytes,
             "half_bytes": form.half_bytes,
             "tail_bytes": form.tail_bytes,
-            "wide_rows": form.wide_rows,
             "quantized": form.quantized,
         }
         return np.array([values.get(name, 0) for name in forward.SIZE_FIELDS], np.int64)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine_v1.kernels.intrinsics import LANES, TILE_COLUMNS, WIDE_TILE_ROWS
+from engine_v1.kernels.intrinsics import LANES, TILE_COLUMNS
 from engine_v1.kernels.jit import native_function
 from engine_v1.kernels.quantized_tiles import (
     BLOCK,
@@ -39,11 +39,6 @@ class WeightFormat:
     tile: Callable[..., None]  # computes rows times a tile
     tail_bytes: int = 0
     quantized: bool = False  # rows are quantised to 8 bits before the product
-
-    @property
-    def wide_rows(self) -> int:
-        """Rows up to which two tiles at once are faster than one: as many as their sums leave registers for."""
-        return WIDE_TILE_ROWS - 1 if self.quantized else WIDE_TILE_ROWS
 
     def steps(self, inputs: int) -> int:
         """Return how many steps a matrix of `inputs` columns has; quantised rows are padded to whole tiles."""

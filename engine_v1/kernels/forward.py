@@ -40,7 +40,7 @@ SIZE_FIELDS = (
     "rows", "units", "merges", "layers", "hidden_size", "hidden_pad", "inter_pad", "heads", "kv_heads", "group_heads",
     "head_size", "head_pad", "rope_half", "num_blocks", "block_size", "final_norm_at", "scratch_size", "act_size",
     "table_size", "max_lines", "tile", "linear_tile", "step_values", "step_bytes", "half_bytes", "tail_bytes",
-    "wide_rows", "quantized",
+    "quantized",
 )  # fmt: skip
 Sizes = namedtuple("Sizes", (*SIZE_FIELDS, "score_factor"))  # noqa: PYI024  (Numba's named tuples are untyped)
 # Addresses that a step's kernel gets, in this order.
@@ -58,7 +58,7 @@ Context = namedtuple(  # noqa: PYI024
     (
         "tile", "sync", "threads", "thread", "eps", "table", "table_at", "scratch", "scratch_at", "scores_at",
         "sums_at", "acc_at", "stats_at", "act", "row_at", "query_at", "weights_at", "groups_at", "linear_tile",
-        "step_bytes", "half_bytes", "tail_bytes", "wide_rows",
+        "step_bytes", "half_bytes", "tail_bytes",
     ),
 )  # fmt: skip
 
@@ -67,8 +67,8 @@ Context = namedtuple(  # noqa: PYI024
 def embed_rows(ctx, phase, m, ids, table, out):  # type: ignore[no-untyped-def]
     """out[i] = table[ids[i]], widened to float32."""
     done = 0
-    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
-    while count > 0:
+    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
+    while task >= 0:
         source = np.int64(ids[task]) * m.hidden_size
         full = m.hidden_size // LANES * LANES
         for i in range(0, full, LANES):
@@ -81,7 +81,7 @@ def embed_rows(ctx, phase, m, ids, table, out):  # type: ignore[no-untyped-def]
         for i in range(full, m.hidden_pad, LANES):
             store(out, task * m.hidden_pad + i, load(ctx.act, ctx.row_at + i - full))
         done += 1
-        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
+        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
     finish(ctx.sync, ctx.threads, phase, done, m.rows)
 
 
@@ -89,14 +89,14 @@ def embed_rows(ctx, phase, m, ids, table, out):  # type: ignore[no-untyped-def]
 def norm_rows(ctx, phase, m, x, floats, weight_at, out, byte_rows):  # type: ignore[no-untyped-def]
     """RMSNorm of every row of the residual stream; quantised too where a product follows that wants it."""
     done = 0
-    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
-    while count > 0:
+    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
+    while task >= 0:
         at = task * m.hidden_pad
         rms_norm(x, at, floats, weight_at, m.hidden_size, m.hidden_pad, ctx.eps, out, at)
         if byte_rows != 0:
             quantize_row(out, at, m.hidden_pad, byte_rows + task * byte_row_size(m.hidden_pad))
         done += 1
-        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows, 1)
+        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
     finish(ctx.sync, ctx.threads, phase, done, m.rows)
 
 
@@ -104,11 +104,11 @@ def norm_rows(ctx, phase, m, x, floats, weight_at, out, byte_rows):  # type: ign
 def quantize_rows(ctx, phase, rows, size, x, byte_rows):  # type: ignore[no-untyped-def]
     """Quantise rows of `size` values for the product that follows."""
     done = 0
-    task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, rows, 1)
-    while count > 0:
+    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, rows)
+    while task >= 0:
         quantize_row(x, task * size, size, byte_rows + task * byte_row_size(size))
         done += 1
-        task, count = claim(ctx.sync, ctx.threads, phase, ctx.thread, rows, 1)
+        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, rows)
     finish(ctx.sync, ctx.threads, phase, done, rows)
 
 
@@ -140,7 +140,7 @@ def make_context(thread, threads, a, m, act):  # type: ignore[no-untyped-def]
     return Context(
         m.tile, sync, threads, thread, eps, table, thread * m.table_size, scratch, scratch_at, scores_at, sums_at,
         acc_at, stats_at, act, row_at, query_at, weights_at, groups_at, m.linear_tile, m.step_bytes, m.half_bytes,
-        m.tail_bytes, m.wide_rows,
+        m.tail_bytes,
     )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def unpack_sizes(sizes, scalars):  # type: ignore[no-untyped-def]
     return Sizes(
         sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
         sizes[11], sizes[12], sizes[13], sizes[14], sizes[15], sizes[16], sizes[17], sizes[18], sizes[19], sizes[20],
-        sizes[21], sizes[22], sizes[23], sizes[24], sizes[25], sizes[26], sizes[27], scalars[1],
+        sizes[21], sizes[22], sizes[23], sizes[24], sizes[25], sizes[26], scalars[1],
     )  # fmt: skip
 
 

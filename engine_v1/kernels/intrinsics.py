@@ -23,7 +23,7 @@ from numba.np.arrayobj import populate_array
 LANES = 16  # float32 lanes of a vector
 TILE_COLUMNS = 32  # outputs per tile and row: two vectors
 MAX_TILE_ROWS = 12  # 24 accumulators, 2 weight vectors and a broadcast fit the 32 registers of AVX-512
-WIDE_TILE_ROWS = 6  # and so do 6 rows of two tiles: more independent sums, which hides the latency of each
+WIDE_TILE_ROWS = 6  # and so do 6 rows of 4 vectors: more independent sums, which hides the latency of each
 
 _FEATURES = llvm.get_host_cpu_features()
 IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}

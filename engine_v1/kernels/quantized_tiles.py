@@ -157,7 +157,9 @@ def _values(builder: Any, block: Any, word: int, *, four_bits: bool) -> Any:
     return builder.and_(builder.lshr(both, iconst(4)) if word >= 4 else both, iconst(0x0F0F0F0F))
 
 
-_int8_cases, _q8_0_cases, _q4_1_cases = (tile_cases(_emit_blocks(kind)) for kind in ("int8", "q8_0", "q4_1"))
+_int8_cases, _q8_0_cases, _q4_1_cases = (
+    tile_cases(_emit_blocks(kind), wide=False) for kind in ("int8", "q8_0", "q4_1")
+)
 
 
 def tile_int8(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride):  # type: ignore[no-untyped-def]

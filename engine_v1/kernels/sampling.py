@@ -317,8 +317,8 @@ def sample_entry(thread, threads, arguments):  # type: ignore[no-untyped-def]
     top_k, numbers = int32_view(a[TOP_K], 1), double_view(a[NUMBERS], 1)
     token_ids, status = int64_view(a[TOKEN_IDS], 1), int8_view(a[STATUS], 1)
     done = 0
-    row, count = claim(sync, threads, 0, thread, a[NUM_ROWS], 1)
-    while count > 0:
+    row = claim(sync, threads, 0, thread, a[NUM_ROWS])
+    while row >= 0:
         largest = copy_row(float_view(a[LOGITS] + row * a[LOGITS_STRIDE], 1), vocab, values)
         state = OK if abs(largest) < math.inf else NOT_FINITE
         masked = mask_index[row] >= 0
@@ -346,7 +346,7 @@ def sample_entry(thread, threads, arguments):  # type: ignore[no-untyped-def]
                 scale_kept(processed, vocab, values, temperature[row])
         status[row] = state
         done += 1
-        row, count = claim(sync, threads, 0, thread, a[NUM_ROWS], 1)
+        row = claim(sync, threads, 0, thread, a[NUM_ROWS])
     finish(sync, threads, 0, done, a[NUM_ROWS])
 
 

@@ -22,18 +22,18 @@ def sync_size(phases: int, threads: int) -> int:
 
 
 @kernel_part
-def claim(sync, threads, phase, thread, total, grain):  # type: ignore[no-untyped-def]
-    """Return (first, count) of up to `grain` tasks in [0, total) that nobody else gets; count 0 when none is left."""
+def claim(sync, threads, phase, thread, total):  # type: ignore[no-untyped-def]
+    """Return a task in [0, total) that nobody else gets, or -1 when none is left."""
     for turn in range(threads):
         owner = (thread + turn) % threads
         first = owner * total // threads
         last = (owner + 1) * total // threads
         counter = (phase * (threads + 1) + owner) * LINE
         if first + atomic_load(sync, counter) < last:
-            task = first + atomic_add(sync, counter, grain)
+            task = first + atomic_add(sync, counter, 1)
             if task < last:
-                return task, min(grain, last - task)
-    return 0, 0
+                return task
+    return -1
 
 
 @kernel_part

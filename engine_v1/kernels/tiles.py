@@ -36,8 +36,14 @@ from engine_v1.kernels.intrinsics import (
 Emit = Callable[..., None]
 
 
-def tile_cases(emit: Emit) -> Any:
-    """Return an intrinsic that branches to the code for its number of rows and vectors; arguments as for `tile`."""
+def tile_cases(emit: Emit, *, wide: bool) -> Any:
+    """Return an intrinsic that branches to the code for its number of rows and vectors; arguments as for `tile`.
+
+    Args:
+        emit: emits the code of one number of rows and vectors.
+        wide: also 4 vectors, not only 2.
+    """
+    widths = ((2, MAX_TILE_ROWS), (4, WIDE_TILE_ROWS)) if wide else ((2, MAX_TILE_ROWS),)
 
     @intrinsic
     def run_tile(
@@ -48,7 +54,7 @@ def tile_cases(emit: Emit) -> Any:
             done = builder.append_basic_block("done")
             number = builder.add(args[0], builder.mul(args[1], ir.Constant(I64, LANES)))
             switch = builder.switch(number, done)
-            for width, most_rows in ((2, MAX_TILE_ROWS), (4, WIDE_TILE_ROWS)):
+            for width, most_rows in widths:
                 for count in range(1, most_rows + 1):
                     case = builder.append_basic_block(f"tile_{count}_{width}")
                     switch.add_case(ir.Constant(I64, count + width * LANES), case)
@@ -143,7 +149,7 @@ def _emit_float_tile(kind: str) -> Emit:
     return emit
 
 
-_bf16_cases, _f32_cases = (tile_cases(_emit_float_tile(kind)) for kind in ("bf16", "f32"))
+_bf16_cases, _f32_cases = (tile_cases(_emit_float_tile(kind), wide=True) for kind in ("bf16", "f32"))
 
 
 def tile_bf16(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride):  # type: ignore[no-untyped-def]
@@ -172,7 +178,7 @@ def tile(
     Args:
         function: its address, see :class:`engine_v1.kernels.formats.WeightFormat`.
         rows: 1..12, with 4 vectors 1..6.
-        vectors: 2 or 4.
+        vectors: 2 or, of float tiles, 4.
         x: byte address of row 0; rows are `x_stride` bytes apart.
         table: address of int64[groups, vectors], the addresses of w; lines are `table_stride` bytes apart.
         ahead: bytes from there to a table of the same form: what to fetch into the caches meanwhile.
