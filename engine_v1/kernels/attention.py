@@ -153,6 +153,7 @@ def _find_groups(ctx, m, layer, request, visible, kv_head, span, first, last, mo
     packed = m.block_size % GROUP == 0
     per_block = max(1, m.block_size // GROUP)
     step = GROUP * m.head_pad
+    next_head = m.num_blocks * m.block_size * m.head_pad * keys.itemsize  # bytes to the same keys of the next head
     number = span * GROUPS + first  # of the group in its sequence
     block_index, inner = number // per_block, number % per_block
     next_index, next_inner = (number + GROUPS) // per_block, (number + GROUPS) % per_block
@@ -166,6 +167,8 @@ def _find_groups(ctx, m, layer, request, visible, kv_head, span, first, last, mo
             if more and position + SPAN < visible:
                 at = _group_at(m, layer, np.int64(block_tables[request, next_index]), kv_head, 0) + next_inner * step
                 next_address = address(keys, at)
+            elif not more and kv_head + 1 < m.kv_heads:
+                next_address += next_head
             inner += 1
             if inner == per_block:
                 block_index, inner = block_index + 1, 0
