@@ -158,7 +158,8 @@ def measure(args: argparse.Namespace, engines: tuple[LLM, LLM], category: str, c
     for pair in range(args.pairs):
         # Whoever is first meets the machine as the last pair left it; so both are first in turn.
         for llm, runs in ((off_llm, off), (on_llm, on)) if pair % 2 == 0 else ((on_llm, on), (off_llm, off)):
-            runs.append(generate(llm, prompts, params))
+            # Each pair answers the same prompts anew: what it drafts from must not be another pair's outputs.
+            runs.append(generate(llm, prompts, params, cache_salt=f"pair {pair}"))
         prompt_runs.append(generate(off_llm, prompts, one_token))
     return cell_figures(concurrency, category, on, off, prompt_runs)
 

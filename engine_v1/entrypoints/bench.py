@@ -199,9 +199,9 @@ def warm_up(llm: "LLM", max_num_seqs: int, prompts: Sequence[BenchPrompt] = ()) 
         max_num_seqs: requests that run at a time.
         prompts: whose first ones are used; none: a short text.
     """
-    inputs = [_to_input(llm, prompt) for prompt in prompts[:max_num_seqs]] or ["Once upon a time"] * max_num_seqs
+    some = prompts[:max_num_seqs] or [BenchPrompt("warm-up", text="Once upon a time")] * max_num_seqs
     # What is generated here must not be drafted for the requests that are measured.
-    inputs = [({"prompt": one} if isinstance(one, str) else one) | {"cache_salt": "warm-up"} for one in inputs]
+    inputs = [_to_input(llm, prompt, "warm-up") for prompt in some]
     params = SamplingParams(temperature=0.0, max_tokens=WARMUP_TOKENS, ignore_eos=True)
     llm.generate(inputs, params, use_tqdm=False)
 
@@ -211,6 +211,7 @@ def generate(
     prompts: Sequence[BenchPrompt],
     params: SamplingParams,
     *,
+    cache_salt: str | None = None,
     start_s: float = 0.0,
     record: Path | None = None,
 ) -> Run:
@@ -220,10 +221,11 @@ def generate(
         llm: the engine.
         prompts: what to answer.
         params: for all of them.
+        cache_salt: of all of them: drafts use earlier outputs of the same one only.
         start_s: seconds in which the engine was made, for the record.
         record: write prompts and outputs to this file.
     """
-    inputs = [_to_input(llm, prompt) for prompt in prompts]
+    inputs = [_to_input(llm, prompt, cache_salt) for prompt in prompts]
     before = time.perf_counter()
     outputs = llm.generate(inputs, params, use_tqdm=False)
     wall_s = time.perf_counter() - before
@@ -234,11 +236,15 @@ def generate(
     return Run(tuple(results), wall_s=wall_s, start_s=start_s)
 
 
-def _to_input(llm: "LLM", prompt: BenchPrompt) -> Any:
+def _to_input(llm: "LLM", prompt: BenchPrompt, cache_salt: str | None = None) -> Any:
     """Return a prompt as `LLM.generate` takes it; a conversation goes through the chat template."""
     if prompt.messages is not None:
-        return llm.preprocess_chat(prompt.messages)[0]
-    return prompt.text if prompt.token_ids is None else {"prompt_token_ids": prompt.token_ids}
+        rendered: dict[str, Any] = llm.preprocess_chat(prompt.messages)[0]
+    elif prompt.text is not None:
+        rendered = {"prompt": prompt.text}
+    else:
+        rendered = {"prompt_token_ids": prompt.token_ids}
+    return rendered if cache_salt is None else rendered | {"cache_salt": cache_salt}
 
 
 def _describe_load(args: argparse.Namespace) -> str:

@@ -31,10 +31,9 @@ class FakeLLM:
         return SimpleNamespace(backend=SimpleNamespace(get_vocab_size=lambda: 100))
 
     def preprocess_chat(self, messages):
-        return ["".join(message["content"] for message in messages)]
+        return [{"prompt": "".join(message["content"] for message in messages)}]
 
     def generate(self, prompts, params, *, use_tqdm):
-        prompts = [p if isinstance(p, dict) else {"prompt": p} for p in prompts]
         prompts = [p.get("prompt_token_ids") or [ord(c) for c in p["prompt"]] for p in prompts]
         self.calls.append((prompts, params))
         return [

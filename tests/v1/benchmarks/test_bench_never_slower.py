@@ -78,6 +78,27 @@ def test_every_number_of_requests_has_a_process(script, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_cells"] == 2
 
 
+def test_a_pair_drafts_from_nothing_that_another_pair_generated(script, monkeypatch):
+    """All pairs answer the same prompts; those of one pair share a cache_salt, which no other pair has."""
+    salts = {True: [], False: []}
+
+    class Engine:
+        def __init__(self, speculates):
+            self.speculates = speculates
+            self.tokenizer = argparse.Namespace(backend=argparse.Namespace(get_vocab_size=lambda: 100))
+
+    def generate(llm, prompts, params, *, cache_salt=None):
+        if params.max_tokens > 1:
+            salts[llm.speculates].append(cache_salt)
+        return make_run(1.0, 0.0 if params.max_tokens == 1 else 1.0)
+
+    monkeypatch.setattr(script, "generate", generate)
+    args = script.parse_args(["--pairs", "3"])
+    script.measure(args, (Engine(False), Engine(True)), "random", 1)
+    assert len(set(salts[True])) == 3
+    assert None not in salts[True]
+
+
 def test_prompts_of_a_cell(script):
     """10, 16, 64 and 64 of them; Spec-Bench's need its file."""
     assert [script.num_prompts(concurrency) for concurrency in (1, 2, 4, 16, 64, 256)] == [10, 10, 16, 64, 64, 64]
