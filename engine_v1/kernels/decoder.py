@@ -12,7 +12,7 @@ from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.kernels import attention, forward, linear, parallel, schedule
 from engine_v1.kernels.formats import WeightFormat, float_format, padded
 from engine_v1.kernels.intrinsics import TILE_COLUMNS, describe_int8
-from engine_v1.kernels.jit import warmup
+from engine_v1.kernels.jit import jit, warmup
 from engine_v1.kernels.packed_weights import (
     DecoderModel,
     PackedWeights,
@@ -27,6 +27,11 @@ from engine_v1.kernels.quantize import byte_row_size
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 # Parts of split attention that are kept at once: (row, head, span). Beyond, blocks of rows are not split.
 _MAX_PARTS_BYTES = 32 << 20
+
+# Places in the sizes that a step's kernel gets.
+_ROWS, _UNITS, _MERGES, _KV_HEADS, _GROUP_HEADS = map(
+    forward.SIZE_FIELDS.index, ("rows", "units", "merges", "kv_heads", "group_heads")
+)
 
 Array = npt.NDArray[Any]
 
@@ -139,6 +144,8 @@ class CpuDecoder:
         # Values start as zeros and stay finite: a masked weight of 0 is multiplied with whatever a free slot holds.
         self._keys, self._values = np.zeros(cache, act), np.zeros(cache, act)
         self._sync = np.zeros(schedule.sync_size(len(model.layers) * forward.PHASES_PER_LAYER + 2, threads), np.int64)
+        self._vocab_sync = self._sync[: schedule.sync_size(2, threads)]
+        self._ids, self._positions = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         self._residual = np.zeros(rows * size["hidden_pad"], np.float32)
         self._normed = np.zeros(rows * size["hidden_pad"], act)
         self._qkv = np.zeros(rows * (heads_pad + 2 * kv_pad), np.float32)
@@ -173,6 +180,8 @@ class CpuDecoder:
             (forward.FLOATS, self._weights.floats),
             (forward.EMBED, self._embed),
             (forward.ROPE, self._rope),
+            (forward.IDS, self._ids),
+            (forward.POSITIONS, self._positions),
             (forward.UNITS, self._units),
             (forward.MERGES, self._merges),
             (forward.KEYS, self._keys),
@@ -191,6 +200,16 @@ class CpuDecoder:
             (forward.BYTE_ROWS, self._byte_rows),
         ):
             self._addresses[place] = array.ctypes.data
+        self._vocab_addresses = self._addresses.copy()
+        for place, value in (
+            (forward.SIZES, self._vocab_sizes.ctypes.data),
+            (forward.VOCAB_X, self._logit_rows.ctypes.data),
+            (forward.VOCAB_AT, self._weights.lm_head_at),
+            (forward.VOCAB_SIZE, self.vocab_size),
+            (forward.VOCAB_BEST, self._best.ctypes.data),
+            (forward.VOCAB_BEST_ID, self._best_id.ctypes.data),
+        ):
+            self._vocab_addresses[place] = value
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -216,8 +235,8 @@ class CpuDecoder:
         """Compute a step's hidden states, writing each row's keys and values to the cache first.
 
         Args:
-            input_ids: int[num_tokens].
-            positions: int[num_tokens].
+            input_ids: int64[num_tokens].
+            positions: int64[num_tokens].
             metadata: the rows' layout.
 
         Returns:
@@ -232,27 +251,13 @@ class CpuDecoder:
         rows = len(input_ids)
         if rows > self.max_num_tokens:
             raise ValueError(f"{rows} rows exceed max_num_tokens={self.max_num_tokens}")
-        query_start = _array(metadata.query_start_loc, np.int32)
-        seq_lens = _array(metadata.seq_lens, np.int32)
-        if seq_lens.size and int(seq_lens.max()) > self.max_model_len:
-            raise ValueError(f"{int(seq_lens.max())} tokens exceed max_model_len={self.max_model_len}")
-        sizes = self._sizes
-        sizes[0] = rows
-        sizes[1], sizes[2] = attention.plan_units(
-            query_start, seq_lens, self._block_rows, int(sizes[8]), self._group_heads, self._threads,
-            self._max_parts, self._units, self._merges,
+        longest = _begin_step(
+            input_ids, positions, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables,
+            metadata.slot_mapping, self.max_model_len, self._block_rows, self._threads, self._max_parts, self._ids,
+            self._positions, self._units, self._merges, self._sync, self._sizes, self._addresses,
         )  # fmt: skip
-        step = {
-            forward.IDS: _array(input_ids, np.int32),
-            forward.POSITIONS: _array(positions, np.int32),
-            forward.SLOTS: _array(metadata.slot_mapping, np.int64),
-            forward.SEQ_LENS: seq_lens,
-            forward.BLOCK_TABLES: _array(metadata.block_tables, np.int32),
-        }
-        for place, array in step.items():
-            self._addresses[place] = array.ctypes.data
-        self._addresses[forward.BLOCK_TABLE_COLUMNS] = metadata.block_tables.shape[1]
-        self._sync.fill(0)
+        if longest > self.max_model_len:
+            raise ValueError(f"{longest} tokens exceed max_model_len={self.max_model_len}")
         run_parallel(self._forward, self._threads, self._addresses)
         return self._hidden[:rows]
 
@@ -267,6 +272,7 @@ class CpuDecoder:
         width = padded(self.vocab_size)
         if len(rows) * width > self._logits.size:
             self._logits = np.zeros(len(rows) * width, np.float32)
+            self._vocab_addresses[forward.VOCAB_LOGITS] = self._logits.ctypes.data
         self._vocabulary(rows, greedy=False)
         return self._logits[: len(rows) * width].reshape(len(rows), width)[:, : self.vocab_size]
 
@@ -280,19 +286,11 @@ class CpuDecoder:
     def _vocabulary(self, rows: Array, *, greedy: bool) -> int:
         if len(rows) > self.max_logit_rows:
             raise ValueError(f"{len(rows)} rows exceed max_logit_rows={self.max_logit_rows}")
-        np.take(self._hidden, rows, axis=0, out=self._logit_rows[: len(rows)], mode="clip")
-        a = self._addresses.copy()
-        a[forward.SIZES] = self._vocab_sizes.ctypes.data
-        a[forward.VOCAB_X] = self._logit_rows.ctypes.data
-        a[forward.VOCAB_ROWS] = len(rows)
-        a[forward.VOCAB_AT] = self._weights.lm_head_at
-        a[forward.VOCAB_SIZE] = self.vocab_size
-        a[forward.VOCAB_GREEDY] = greedy
-        a[forward.VOCAB_LOGITS] = self._logits.ctypes.data
-        a[forward.VOCAB_BEST] = self._best.ctypes.data
-        a[forward.VOCAB_BEST_ID] = self._best_id.ctypes.data
-        self._sync[: schedule.sync_size(2, self._threads)] = 0
-        run_parallel(self._vocabulary_entry, self._threads, a)
+        self._hidden.take(rows, 0, self._logit_rows[: len(rows)], "clip")
+        self._vocab_addresses[forward.VOCAB_ROWS] = len(rows)
+        self._vocab_addresses[forward.VOCAB_GREEDY] = greedy
+        self._vocab_sync.fill(0)
+        run_parallel(self._vocabulary_entry, self._threads, self._vocab_addresses)
         return -(-self.vocab_size // (TILE_COLUMNS * linear.ARGMAX_TILES))
 
 
@@ -312,7 +310,9 @@ def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None
     floats = types.Array(types.float32, 1, "C")
     parallel.warm_up(progress=progress)
     warmup(forward.pick_best, [(floats, i32, types.int64, types.int64, i32, floats)], progress=progress)
-    warmup(attention.plan_units, [(i32, i32, *([types.int64] * 5), table, table)], progress=progress)
+    longs = types.Array(types.int64, 1, "C")
+    arrays = (i32, i32, table, table, longs, longs, longs)
+    warmup(_begin_step, [(longs, longs, i32, i32, table, longs, *([types.int64] * 4), *arrays)], progress=progress)
     warmup(pack_into, pack_signatures(), progress=progress)
     return (
         float_format(act).tile_address(progress=progress),
@@ -321,9 +321,30 @@ def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None
     )
 
 
-def _array(array: Array, dtype: type[Any]) -> Array:
-    """The array as the kernels' signatures want it; a copy only where it is not."""
-    return np.require(array, dtype, ["C", "A", "W"])
+@jit
+def _begin_step(  # type: ignore[no-untyped-def]
+    input_ids, positions, query_start, seq_lens, block_tables, slots, max_model_len, block_rows, threads, max_parts,
+    ids_32, positions_32, units, merges, sync, sizes, addresses,
+):  # fmt: skip
+    """Write down what a step is, for its kernel; return its longest sequence, and do nothing where that is too long."""
+    longest = np.int64(0)
+    for seq_len in seq_lens:
+        longest = max(longest, np.int64(seq_len))
+    if longest > max_model_len:
+        return longest
+    for i in range(len(input_ids)):
+        ids_32[i] = input_ids[i]
+        positions_32[i] = positions[i]
+    sizes[_ROWS] = len(input_ids)
+    sizes[_UNITS], sizes[_MERGES] = attention.plan_units(
+        query_start, seq_lens, block_rows, sizes[_KV_HEADS], sizes[_GROUP_HEADS], threads, max_parts, units, merges
+    )
+    addresses[forward.SLOTS] = slots.ctypes.data
+    addresses[forward.SEQ_LENS] = seq_lens.ctypes.data
+    addresses[forward.BLOCK_TABLES] = block_tables.ctypes.data
+    addresses[forward.BLOCK_TABLE_COLUMNS] = block_tables.shape[1]
+    sync[:] = 0
+    return longest
 
 
 def _rope_table(model: DecoderModel, positions: int) -> Array:

@@ -102,7 +102,8 @@ class ParallelEntry:
             launch_threads()
             self._pid = os.getpid()
         self._lock.acquire()
-        numba.set_num_threads(num_threads_cached())
+        # Numba's public function takes a lock between processes each time, to look whether its threads run.
+        numba_parallel._set_num_threads(num_threads_cached())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -116,13 +117,14 @@ parallel_entry = ParallelEntry()
 
 @jit(parallel=True)
 def _run(threads, entry, arguments):  # type: ignore[no-untyped-def]
+    where = np.int64(arguments.ctypes.data)
     for thread in prange(threads):
-        call_entry(entry, np.int64(thread), threads, arguments)  # type: ignore[call-arg]
+        call_entry(entry, np.int64(thread), threads, where)  # type: ignore[call-arg]
 
 
 def warm_up(*, progress: Callable[[str], None] | None = None) -> None:
     """Compile what :func:`run_parallel` needs."""
-    warmup(_run, [(types.int64, types.int64, types.int64)], progress=progress)
+    warmup(_run, [(types.int64, types.int64, types.int64[::1])], progress=progress)
 
 
 def run_parallel(entry: int, threads: int, arguments: npt.NDArray[np.int64]) -> None:
@@ -136,4 +138,4 @@ def run_parallel(entry: int, threads: int, arguments: npt.NDArray[np.int64]) -> 
             numba.set_num_threads(
                 threads
             )  # until the next entry: nobody is woken, or waited for, who has nothing to do
-        _run(threads, entry, arguments.ctypes.data)
+        _run(threads, entry, arguments)

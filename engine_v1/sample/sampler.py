@@ -41,11 +41,6 @@ class SamplingRows:
     rules: RowRules | None = None  # None where no row has any
     failures: dict[int, str] = field(default_factory=dict)  # written by the sampler: why a row is FAILED
 
-    @property
-    def plain_greedy(self) -> bool:
-        """Whether every row is the arg-max of the logits as they are."""
-        return self.masks is None and self.rules is None and not self.temperature.any()
-
 
 class Sampler:
     """Samples every row on its own, so that a row's token does not depend on the rows beside it.
@@ -91,6 +86,11 @@ class Sampler:
                     scaled = (ruled[i].double() / rows.temperature[i]).float()
                     processed[i] = torch.where(kept, scaled, -torch.inf)
         return token_ids, status
+
+
+def arg_max(logits: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
+    """Return each row's most likely token, the lowest id on ties, and its status: what plain greedy rows sample."""
+    return logits.max(dim=-1).indices.cpu().numpy().astype(np.int64), _statuses(logits, logits)
 
 
 def _apply_masks(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

@@ -13,7 +13,7 @@ from engine_v1.core.scheduler_output import TokenLogprobs
 from engine_v1.models.loader import LoadedModel
 from engine_v1.models.registry import CausalLM
 from engine_v1.sample.logprobs import token_logprobs
-from engine_v1.sample.sampler import Sampler, SamplingRows
+from engine_v1.sample.sampler import Sampler, SamplingRows, arg_max
 
 # Rows of logits that a prompt's log probabilities are computed from at once: 12 MB at 49152 tokens.
 PROMPT_LOGPROB_ROWS = 64
@@ -37,14 +37,14 @@ class Backend(Protocol):
         """
 
     def sample(
-        self, indices: npt.NDArray[np.int64], rows: SamplingRows, *, keep_logits: bool
+        self, indices: npt.NDArray[np.int64], rows: SamplingRows | None, *, keep_logits: bool
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
         """Draw a token for some rows of the step.
 
         Args:
             indices: int64[num_sampled], which rows.
-            rows: what to sample them with.
-            keep_logits: whether :meth:`logprobs` will be asked about them.
+            rows: what to sample them with; None: every token is the arg-max of the logits as they are.
+            keep_logits: whether :meth:`logprobs` will be asked about them; only with `rows`.
 
         Returns:
             int64[num_sampled] tokens, and int8[num_sampled]: each row's :class:`RowStatus`.
@@ -144,10 +144,12 @@ class TorchBackend:
 
     @torch.inference_mode()
     def sample(
-        self, indices: npt.NDArray[np.int64], rows: SamplingRows, *, keep_logits: bool
+        self, indices: npt.NDArray[np.int64], rows: SamplingRows | None, *, keep_logits: bool
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
         """See :class:`Backend`."""
         logits = self.model.compute_logits(self._hidden[self._to_device(indices)])
+        if rows is None:
+            return arg_max(logits)
         self._logits = logits if keep_logits else torch.empty(0)
         if not (keep_logits and self._wants_processed):
             return self.sampler.sample(logits, rows)

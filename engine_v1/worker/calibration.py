@@ -135,8 +135,9 @@ def _time_step(runner: GPUModelRunner, shape: _Shape, clock: Callable[[], float]
         block_tables=np.tile(blocks, (num_requests, 1)),
         slot_mapping=np.tile(blocks[own // size].astype(np.int64) * size + own % size, num_requests),
     )
-    rows = runner.input_batch.sampling_rows(np.zeros(len(positions), np.int32), positions, {})
+    rows = None  # arg-max
     if drawn:
+        rows = runner.input_batch.sampling_rows(np.zeros(len(positions), np.int32), positions, {})
         rows = dataclasses.replace(rows, temperature=np.ones(len(positions)))
     started = clock()
     runner.backend.forward(np.zeros(len(positions), np.int64), positions, metadata)

@@ -13,6 +13,8 @@ from engine_v1.sample.kernel_sampler import KernelSampler
 from engine_v1.sample.sampler import RowStatus, SamplingRows
 from engine_v1.worker.backend import PROMPT_LOGPROB_ROWS
 
+_OK, _NOT_FINITE = np.int8(RowStatus.OK), np.int8(RowStatus.NOT_FINITE)
+
 
 class CpuBackend:
     """Computes through :class:`CpuDecoder`: a row's results are the same bits whatever else is in the step.
@@ -37,14 +39,12 @@ class CpuBackend:
         self.decoder.forward(input_ids, positions, metadata)
 
     def sample(
-        self, indices: npt.NDArray[np.int64], rows: SamplingRows, *, keep_logits: bool
+        self, indices: npt.NDArray[np.int64], rows: SamplingRows | None, *, keep_logits: bool
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]]:
-        """See :class:`Backend`. Rows that are all plainly greedy, without log probabilities, store no logits."""
-        if not keep_logits and rows.plain_greedy:
+        """See :class:`Backend`. Rows that are all plainly greedy store no logits."""
+        if rows is None:
             token_ids, best = self.decoder.greedy(indices)
-            return token_ids.astype(np.int64), np.where(np.isfinite(best), RowStatus.OK, RowStatus.NOT_FINITE).astype(
-                np.int8
-            )
+            return token_ids.astype(np.int64), np.where(np.isfinite(best), _OK, _NOT_FINITE)
         logits = self._logits = self.decoder.logits(indices)
         if not (keep_logits and self._wants_processed):
             return self.sampler.sample(logits, rows)

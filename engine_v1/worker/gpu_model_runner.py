@@ -10,6 +10,8 @@ import numpy.typing as npt
 from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.core.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 from engine_v1.core.token_table import TokenTable
+from engine_v1.kernels.jit import warmup
+from engine_v1.kernels.step_layout import LAY_OUT_SIGNATURE, lay_out
 from engine_v1.sample.sampler import RowStatus
 from engine_v1.worker.backend import Backend
 from engine_v1.worker.input_batch import InputBatch
@@ -55,70 +57,46 @@ class GPUModelRunner:
         self.block_size = block_size
         max_blocks_per_row = -(-token_table.token_ids.shape[1] // block_size)
         self.input_batch = InputBatch(token_table.token_ids, max_blocks_per_row, vocab_size)
+        warmup(lay_out, [LAY_OUT_SIGNATURE])
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute a step. Running it again, or a part of it, gives the same: it writes nothing but KV slots."""
         self.input_batch.update(step)
         inputs = self._prepare_inputs(step.scheduled)
         self.backend.forward(inputs.input_ids, inputs.positions, inputs.metadata)
-        output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(step.scheduled, inputs))
+        output = ModelRunnerOutput()
+        if any(s.prompt_logprob_positions for s in step.scheduled):
+            output.prompt_logprobs = self._prompt_logprobs(step.scheduled, inputs)
         if inputs.sample_indices.size == 0:
             return output
-        num_logprobs = self.input_batch.num_logprobs
-        rows = self.input_batch.sampling_rows(
-            inputs.sample_rows,
-            inputs.positions[inputs.sample_indices],
-            {s.row: s.grammar_masks for s in step.scheduled if s.grammar_masks is not None},
-        )
-        token_ids, status = self.backend.sample(
-            inputs.sample_indices,
-            rows,
-            keep_logits=bool((num_logprobs[inputs.sample_rows] >= 0).any()),
-        )
-        wanted = self._verify(step.scheduled, token_ids, status, rows.failures, output)
-        output.logprobs = _per_request(self.backend.logprobs, wanted)
+        rows = None
+        if not self.input_batch.is_plain(step.scheduled):
+            rows = self.input_batch.sampling_rows(
+                inputs.sample_rows,
+                inputs.positions[inputs.sample_indices],
+                {s.row: s.grammar_masks for s in step.scheduled if s.grammar_masks is not None},
+            )
+        keep_logits = rows is not None and bool((self.input_batch.num_logprobs[inputs.sample_rows] >= 0).any())
+        token_ids, status = self.backend.sample(inputs.sample_indices, rows, keep_logits=keep_logits)
+        self._verify(step.scheduled, token_ids, status, rows.failures if rows else {}, output)
+        if keep_logits:
+            output.logprobs = self._logprobs(step.scheduled, output.sampled_token_ids)
         return output
 
     def _prepare_inputs(self, scheduled: list[ScheduledRequest]) -> StepInputs:
-        """Lay out tokens, drafts, positions, slots and the rows to sample.
-
-        Two requests of 3 and 2 rows, the second with 1 draft:
-        ``query_start_loc`` [0, 3, 5], request of each row [0, 0, 0, 1, 1], ``sample_indices`` [2, 3, 4].
-        """
-        rows = np.array([s.row for s in scheduled], np.int32)
-        num_computed = np.array([s.num_computed_tokens for s in scheduled], np.int64)
-        num_scheduled = np.array([s.num_scheduled_tokens for s in scheduled], np.int64)
+        """Lay out tokens, drafts, positions, slots and the rows to sample; see :func:`lay_out`."""
         table = self.token_table.token_ids
+        shares = []
         for s in scheduled:
-            if s.spec_token_ids:
+            num_drafts = len(s.spec_token_ids)
+            if num_drafts:
                 end = s.num_computed_tokens + s.num_scheduled_tokens
-                table[s.row, end - len(s.spec_token_ids) : end] = s.spec_token_ids
-
-        query_start_loc = np.zeros(len(scheduled) + 1, np.int32)
-        np.cumsum(num_scheduled, out=query_start_loc[1:])
-        token_rows = np.repeat(rows, num_scheduled)
-        positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], num_scheduled)
-        block_table = self.input_batch.block_table
-        blocks = block_table[token_rows, positions // self.block_size].astype(np.int64)
-        seq_lens = (num_computed + num_scheduled).astype(np.int32)
-        max_blocks = -(-int(seq_lens.max()) // self.block_size)
-
-        num_sampled = np.array([len(s.spec_token_ids) + 1 if s.samples else 0 for s in scheduled], np.int64)
-        sample_indices = np.arange(num_sampled.sum()) + np.repeat(
-            query_start_loc[1:] - np.cumsum(num_sampled), num_sampled
+                table[s.row, end - num_drafts : end] = s.spec_token_ids
+            shares.append((s.row, s.num_computed_tokens, s.num_scheduled_tokens, num_drafts + 1 if s.samples else 0))
+        input_ids, positions, *metadata, sample_indices, sample_rows = lay_out(
+            np.array(shares, np.int64), table, self.input_batch.block_table, self.block_size
         )
-        return StepInputs(
-            input_ids=table[token_rows, positions].astype(np.int64),
-            positions=positions,
-            metadata=AttentionMetadata(
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
-                block_tables=block_table[rows, :max_blocks],
-                slot_mapping=blocks * self.block_size + positions % self.block_size,
-            ),
-            sample_indices=sample_indices,
-            sample_rows=np.repeat(rows, num_sampled),
-        )
+        return StepInputs(input_ids, positions, AttentionMetadata(*metadata), sample_indices, sample_rows)
 
     def _verify(
         self,
@@ -127,37 +105,29 @@ class GPUModelRunner:
         status: npt.NDArray[np.int8],
         failures: dict[int, str],
         output: ModelRunnerOutput,
-    ) -> list[WantedLogprobs]:
+    ) -> None:
         """Keep each request's drafts while they equal what was sampled, and the first token that differs.
 
         Drafts [7, 8, 9], sampled [7, 8, 5, 3] -> [7, 8, 5].
-
-        Returns:
-            The kept rows whose log probabilities are asked for.
         """
-        wanted = []
+        sampled: list[int] = token_ids.tolist()
+        all_good = not status.any()
         start = 0
         for s in scheduled:
             if not s.samples:
                 continue
-            sampled: list[int] = token_ids[start : start + len(s.spec_token_ids) + 1].tolist()
             num_kept = 1
-            for draft, token in zip(s.spec_token_ids, sampled, strict=False):
+            for draft, token in zip(s.spec_token_ids, sampled[start : start + len(s.spec_token_ids)], strict=True):
                 if draft != token:
                     break
                 num_kept += 1
-            bad = np.flatnonzero(status[start : start + num_kept])
-            if bad.size:  # what came before it is good, as it would be without drafts
-                num_kept = int(bad[0])
+            bad = [] if all_good else np.flatnonzero(status[start : start + num_kept]).tolist()
+            if bad:  # what came before it is good, as it would be without drafts
+                num_kept = bad[0]
                 first_bad = start + num_kept
                 output.errors[s.request_id] = failures.get(first_bad) or self._error(s.row, status[first_bad])
-            output.sampled_token_ids[s.request_id] = sampled[:num_kept]
-            num_logprobs = int(self.input_batch.num_logprobs[s.row])
-            if num_logprobs >= 0 and num_kept > 0:
-                indices = np.arange(start, start + num_kept)
-                wanted.append(WantedLogprobs(s.request_id, indices, token_ids[indices], num_logprobs))
-            start += len(sampled)
-        return wanted
+            output.sampled_token_ids[s.request_id] = sampled[start : start + num_kept]
+            start += len(s.spec_token_ids) + 1
 
     def _error(self, row: int, status: int) -> str:
         """Say why nothing could be sampled for a row of the table."""
@@ -165,6 +135,23 @@ class GPUModelRunner:
             by = ", ".join(self.input_batch.restrictions[row])
             return f"no token may be chosen here: {by} leave none of the vocabulary; loosen one of them"
         return "the model's logits are not finite (NaN or infinity)"
+
+    def _logprobs(
+        self, scheduled: list[ScheduledRequest], sampled_token_ids: dict[str, list[int]]
+    ) -> dict[str, list[TokenLogprobs]]:
+        """Return the log probabilities of the tokens that requests keep, where they are asked for."""
+        wanted = []
+        start = 0
+        for s in scheduled:
+            if not s.samples:
+                continue
+            token_ids = np.array(sampled_token_ids[s.request_id], np.int64)
+            num_logprobs = int(self.input_batch.num_logprobs[s.row])
+            if num_logprobs >= 0 and token_ids.size:
+                indices = np.arange(start, start + len(token_ids))
+                wanted.append(WantedLogprobs(s.request_id, indices, token_ids, num_logprobs))
+            start += len(s.spec_token_ids) + 1
+        return _per_request(self.backend.logprobs, wanted)
 
     def _prompt_logprobs(self, scheduled: list[ScheduledRequest], inputs: StepInputs) -> dict[str, list[TokenLogprobs]]:
         """Return the log probabilities of the prompt tokens that follow rows of the step, where they are asked for."""

@@ -1,11 +1,11 @@
 """What the runner remembers between steps about each row of the token table."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from engine_v1.core.scheduler_output import NewRequestData, SchedulerOutput
+from engine_v1.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
 from engine_v1.sample.logits_rules import RowRules, RulesTable
 from engine_v1.sample.sampler import SamplingRows
 from engine_v1.sample.token_masks import TokenMask, token_mask
@@ -38,6 +38,7 @@ class InputBatch:
         self.rules = RulesTable(num_rows)
         # Row -> the parameters that can leave no token to choose.
         self.restrictions: list[list[str]] = [[] for _ in range(num_rows)]
+        self._special_rows: set[int] = set()  # rows whose tokens are not just the arg-max, or whose logits are wanted
         self.num_logprobs: npt.NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # -1: none asked for
         self.num_prompt_logprobs: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)  # where any are asked for
 
@@ -46,8 +47,9 @@ class InputBatch:
         for new in step.new_requests:
             self._set_row(new)
         for share in step.scheduled:
-            end = share.block_offset + len(share.new_block_ids)
-            self.block_table[share.row, share.block_offset : end] = share.new_block_ids
+            if share.new_block_ids:
+                end = share.block_offset + len(share.new_block_ids)
+                self.block_table[share.row, share.block_offset : end] = share.new_block_ids
 
     def _set_row(self, new: NewRequestData) -> None:
         params, row = new.sampling_params, new.row
@@ -65,6 +67,12 @@ class InputBatch:
         self.masks.pop(row, None)
         if params.allowed_token_ids is not None:
             self.masks[row] = token_mask(params.allowed_token_ids, self.vocab_size)
+        plain = params.greedy and params.logprobs is None and new.logits_rules.is_neutral and row not in self.masks
+        (self._special_rows.discard if plain else self._special_rows.add)(row)
+
+    def is_plain(self, scheduled: Iterable[ScheduledRequest]) -> bool:
+        """Whether every token sampled is the arg-max of the logits as they are, and nobody wants to see these."""
+        return not any(s.samples and (s.row in self._special_rows or s.grammar_masks is not None) for s in scheduled)
 
     def sampling_rows(
         self,
