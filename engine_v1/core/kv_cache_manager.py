@@ -125,7 +125,9 @@ class KVCacheManager:
         """
         if computed_blocks is None:
             held = self.blocks[request.request_id]
-            num_new = max(0, self.num_blocks_for(num_tokens) - len(held))
+            num_new = self.num_blocks_for(num_tokens) - len(held)
+            if num_new <= 0:
+                return []
             if num_new > self.block_pool.num_free_blocks:
                 return None
             new_blocks = self.block_pool.allocate(num_new)

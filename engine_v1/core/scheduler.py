@@ -179,10 +179,11 @@ class Scheduler:
 
         Only requests that had a single known token pending are given any, so no prompt chunk carries drafts.
         """
+        drafted = [request for request in self.running if request._spec_token_ids]
+        if not drafted:
+            return
         scheduled = {s.request_id: s for s in step.scheduled if s.samples and s.num_scheduled_tokens == 1}
-        for request in self.running:
-            if not request._spec_token_ids:
-                continue
+        for request in drafted:
             granted = 0
             share = scheduled.get(request.request_id)
             if share is not None:
@@ -316,7 +317,7 @@ class Scheduler:
             if request.is_finished:
                 self.running.remove(request)
                 self._finish(request, request.status)
-            else:
+            elif share.spec_token_ids:
                 self.kv_cache.trim(request)
             if sampled or request.is_finished:
                 updated.append(request)

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 
 from engine_v1 import SamplingParams
-from engine_v1.core.scheduler_output import NewRequestData, SchedulerOutput
+from engine_v1.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
+from engine_v1.sample.logits_rules import NO_RULES, LogitsRules
 from engine_v1.sample.token_masks import token_mask
 from engine_v1.worker.input_batch import InputBatch
 
@@ -41,3 +44,26 @@ def test_a_step_without_masks_has_none():
     seen, masks = masks_of(batch, [0, 0], {})
     assert seen == [None, None]
     assert masks is None
+
+
+def test_a_step_is_plain_while_no_sampled_row_asks_for_more_than_the_likeliest_token():
+    """Drawing, log probabilities, masks, rules and grammars are more; of rows that are not sampled nothing matters."""
+    batch = InputBatch(np.zeros((8, 64), np.int32), 4, VOCAB)
+    greedy = SamplingParams(temperature=0.0)
+    asking = [
+        NewRequestData(1, SamplingParams(temperature=1.0), 5, 0, 0),
+        NewRequestData(2, SamplingParams(temperature=0.0, logprobs=0), 5, 0, 0),
+        NewRequestData(3, SamplingParams(temperature=0.0, allowed_token_ids=[1]), 5, 0, 0),
+        NewRequestData(4, greedy, 5, 0, 0, LogitsRules(presence_penalty=1.0)),
+    ]
+    batch.update(SchedulerOutput(new_requests=[NewRequestData(0, greedy, 5, 0, 0), *asking]))
+    shares = [ScheduledRequest(f"r{row}", row, 0, 5, samples=True, block_offset=0) for row in range(5)]
+    assert batch.is_plain(shares[:1])
+    for share in shares[1:]:
+        assert not batch.is_plain([shares[0], share])
+        assert batch.is_plain([shares[0], replace(share, samples=False)])
+    assert not batch.is_plain([replace(shares[0], grammar_masks=token_mask([7], VOCAB)[None])])
+    batch.update(
+        SchedulerOutput(new_requests=[new._replace(sampling_params=greedy, logits_rules=NO_RULES) for new in asking])
+    )
+    assert batch.is_plain(shares)
