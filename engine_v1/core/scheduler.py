@@ -314,12 +314,13 @@ class Scheduler:
                 self.kv_cache.cache_blocks(request)
             if sampled:
                 self._record_step(request, share, num_committed, len(sampled), now)
-            if request.is_finished:
+            finished = request.is_finished
+            if finished:
                 self.running.remove(request)
                 self._finish(request, request.status)
             elif share.spec_token_ids:
                 self.kv_cache.trim(request)
-            if sampled or request.is_finished:
+            if sampled or finished:
                 updated.append(request)
         return updated
 
