@@ -3,11 +3,11 @@
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 
 class DeferredInterrupt:
-    """Delivers a SIGINT that arrives inside the `with` block at its end; a second one at once.
+    """Delivers a SIGINT that arrives inside the `with` block at its end or by :meth:`deliver`; a second one at once.
 
     Only the main thread receives signals; elsewhere, and where SIGINT is ignored, it does nothing.
     """
@@ -17,9 +17,10 @@ class DeferredInterrupt:
         self._frame: FrameType | None = None
         self._is_pending = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
             self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -28,7 +29,13 @@ class DeferredInterrupt:
             return
         signal.signal(signal.SIGINT, self._previous)
         # A failure of the block itself is what its caller must see.
-        if self._is_pending and error is None:
+        if error is None:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Deliver what has arrived, at a place within the block where it does no harm."""
+        if self._is_pending:
+            self._is_pending = False
             self._previous(signal.SIGINT, self._frame)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

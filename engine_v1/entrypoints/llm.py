@@ -409,30 +409,32 @@ class LLM:
         with DeferredInterrupt():
             self.llm_engine.add(requests)
 
-    def _step(self) -> bool:
-        """Compute one step and tell whether anything moved. Ctrl-C waits for its end."""
+    def _step(self) -> None:
+        """Compute one step. Ctrl-C waits for its end."""
         with DeferredInterrupt():
-            return bool(self.llm_engine.step())
+            self.llm_engine.step()
 
     def _abort(self, requests: list[ParentRequest]) -> None:
         with DeferredInterrupt():
             self.llm_engine.abort(requests)
 
     def _run(self, requests: list[ParentRequest], *, use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
-        """Run requests to their end."""
+        """Run requests to their end. Ctrl-C waits for the end of a step."""
         progress = _Progress(len(requests), use_tqdm if callable(use_tqdm) else tqdm) if use_tqdm else None
         try:
-            self._admit(requests)
-            unfinished, num_ended = requests, -1
-            while unfinished:
-                moved, finished = self._step(), []
-                # Thousands may wait: looked through only when some request, perhaps another caller's, has ended.
-                if self.llm_engine.num_ended != num_ended or not moved:
-                    num_ended = self.llm_engine.num_ended
-                    finished = [request for request in unfinished if request.is_finished]
-                    unfinished = [request for request in unfinished if not request.is_finished]
-                if progress is not None:
-                    progress.update(finished)
+            with DeferredInterrupt() as interrupt:
+                self.llm_engine.add(requests)
+                unfinished, num_ended = requests, -1
+                while unfinished:
+                    interrupt.deliver()
+                    moved, finished = self.llm_engine.step(), []
+                    # Thousands may wait: looked through only when some request, perhaps another caller's, has ended.
+                    if self.llm_engine.num_ended != num_ended or not moved:
+                        num_ended = self.llm_engine.num_ended
+                        finished = [request for request in unfinished if request.is_finished]
+                        unfinished = [request for request in unfinished if not request.is_finished]
+                    if progress is not None:
+                        progress.update(finished)
         except BaseException:
             self._abort(requests)
             raise

@@ -27,6 +27,22 @@ def test_interrupt_waits_for_the_end_of_the_block():
     assert done == ["rest of the block"]
 
 
+def test_interrupt_is_delivered_once_where_the_block_allows_it():
+    """A long block, such as one of many steps, need not be left for Ctrl-C to arrive."""
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        with DeferredInterrupt() as deferred:
+            deferred.deliver()
+            interrupt()
+            assert seen == []
+            deferred.deliver()
+            assert seen == [signal.SIGINT]
+        assert seen == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_second_interrupt_comes_at_once():
     """Who presses Ctrl-C twice does not wait."""
     done = []
