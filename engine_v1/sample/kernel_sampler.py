@@ -8,10 +8,11 @@ import torch
 
 from engine_v1.kernels import sampling
 from engine_v1.kernels.formats import padded
+from engine_v1.kernels.jit import warmup
 from engine_v1.kernels.logits_rules import NUM_RULE_ARRAYS
 from engine_v1.kernels.parallel import num_threads_cached, run_parallel
 from engine_v1.kernels.schedule import sync_size
-from engine_v1.sample.rng import uniforms
+from engine_v1.sample.rng import UNIFORMS_SIGNATURE, uniforms
 from engine_v1.sample.sampler import SamplingRows, run_custom_processors
 
 # So few rows take less time than a second thread can cost that has lost its CPU to another process.
@@ -29,6 +30,7 @@ class KernelSampler:
 
     def __init__(self, vocab_size: int) -> None:
         self._entry = sampling.warm_up()
+        warmup(uniforms, [UNIFORMS_SIGNATURE])
         self._threads = threads = num_threads_cached()
         self._vocab_size = vocab_size
         width = padded(vocab_size)

@@ -4,6 +4,9 @@ import hashlib
 
 import numpy as np
 import numpy.typing as npt
+from numba import int64, uint64
+
+from engine_v1.kernels.jit import jit, kernel_part
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
@@ -14,12 +17,14 @@ def derive_seed(engine_seed: int, arrival_number: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+@kernel_part
+def _mix(z: np.uint64) -> np.uint64:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
+@jit
 def uniforms(
     seeds: npt.NDArray[np.uint64],
     sample_indices: npt.NDArray[np.int64],
@@ -37,8 +42,14 @@ def uniforms(
 
     Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), applied as a counter-based hash.
     """
-    with np.errstate(over="ignore"):
-        z = _mix(seeds + _GAMMA)
-        z = _mix(z + _GAMMA * (sample_indices.astype(np.uint64) + np.uint64(1)))
-        z = _mix(z + _GAMMA * (output_indices.astype(np.uint64) + np.uint64(1)))
-    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    numbers = np.empty(len(seeds))
+    for i in range(len(seeds)):
+        z = _mix(seeds[i] + _GAMMA)
+        z = _mix(z + _GAMMA * (np.uint64(sample_indices[i]) + np.uint64(1)))
+        z = _mix(z + _GAMMA * (np.uint64(output_indices[i]) + np.uint64(1)))
+        numbers[i] = np.float64(z >> np.uint64(11)) * 2.0**-53
+    return numbers
+
+
+# The one form in which it is compiled.
+UNIFORMS_SIGNATURE = (uint64[::1], int64[::1], int64[::1])

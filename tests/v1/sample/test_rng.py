@@ -4,11 +4,10 @@ from engine_v1.sample.rng import derive_seed, uniforms
 
 
 def numbers(seed, sample_index, output_index):
-    return uniforms(
-        *np.broadcast_arrays(
-            np.array(seed, np.uint64), np.asarray(sample_index, np.int64), np.asarray(output_index, np.int64)
-        )
+    arrays = np.broadcast_arrays(
+        np.array(seed, np.uint64), np.asarray(sample_index, np.int64), np.asarray(output_index, np.int64)
     )
+    return uniforms(*(array.flatten() for array in arrays)).reshape(arrays[0].shape)
 
 
 def test_a_number_depends_on_seed_sample_and_position_alone():
