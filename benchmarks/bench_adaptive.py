@@ -27,16 +27,13 @@ from engine_v1.entrypoints.arguments import json_object
 from engine_v1.entrypoints.records import Record, read_records
 from engine_v1.request import Request
 from engine_v1.sampling_params import SamplingParams
-from engine_v1.spec_decode.cost_model import CostModel, StepLoad, StepTimes
+from engine_v1.spec_decode.cost_model import CostModel, RowCurve, StepTimes
 from engine_v1.spec_decode.factory import make_proposer
 from engine_v1.spec_decode.length_controller import AdaptiveLength
 
-STEP_TIMES = StepTimes(
-    layers={1: 3.9e-3, 6: 4.7e-3, 16: 8.6e-3, 64: 32.0e-3},
-    head={1: 0.9e-3, 8: 1.1e-3, 64: 6.7e-3},
-    key_s=0.45e-6,
-    row_key_s=0.15e-6,
-)
+LAYERS = RowCurve({1: 3.9e-3, 6: 4.7e-3, 16: 8.6e-3, 64: 32.0e-3})
+HEAD = RowCurve({1: 0.9e-3, 8: 1.1e-3, 64: 6.7e-3})  # output projection and sampling, of sampled rows
+KEY_S, ROW_KEY_S = 0.45e-6, 0.15e-6
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96)
 PROMPTS = {1: 10, 4: 16, 16: 64, 64: 64}  # requests at a time -> records of a cell, as in bench_never_slower.py
 MAX_MODEL_LEN = 4096
@@ -68,7 +65,6 @@ class ReplayedModel:
         self._outputs = outputs
         self._noise = noise
         self._rng = rng
-        self._cost = CostModel(STEP_TIMES)
         self.now = 0.0
         self.times = Times()
 
@@ -93,7 +89,7 @@ class ReplayedModel:
             while num_right < num_drafts and share.spec_token_ids[num_right] == coming[num_right]:
                 num_right += 1
             output.sampled_token_ids[share.request_id] = coming[: num_right + 1]
-        seconds = self._cost.seconds(StepLoad(num_rows, num_sampled, num_keys, num_draft_keys))
+        seconds = LAYERS.seconds(num_rows) + HEAD.seconds(num_sampled) + KEY_S * num_keys + ROW_KEY_S * num_draft_keys
         self.times.all_s += seconds
         self.times.decode_s += seconds if is_decode else 0.0
         stretch = 1.0
@@ -106,16 +102,14 @@ class ReplayedModel:
 
 def measured(noise: float, rng: random.Random) -> StepTimes:
     """Return the table as a calibration finds it: at other sizes, each the better of two noisy measurements."""
-    truth = CostModel(STEP_TIMES)
 
     def stretch() -> float:
         return 1.0 + min(abs(rng.gauss(0.0, noise)) for _ in range(2))
 
     return StepTimes(
-        layers={rows: truth._layers.seconds(rows) * stretch() for rows in MEASURED_ROWS},
-        head={rows: truth._head.seconds(rows) * stretch() for rows in MEASURED_ROWS},
-        key_s=STEP_TIMES.key_s * stretch(),
-        row_key_s=STEP_TIMES.row_key_s * stretch(),
+        rows={rows: (LAYERS.seconds(rows) + HEAD.seconds(rows)) * stretch() for rows in MEASURED_ROWS},
+        key_s=KEY_S * stretch(),
+        row_key_s=ROW_KEY_S * stretch(),
     )
 
 

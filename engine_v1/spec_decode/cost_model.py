@@ -1,35 +1,43 @@
-"""What a step costs: seconds against rows, keys and sampled rows, measured at start and corrected by every step."""
+"""What a step costs: seconds against rows and keys, measured at start and learned from every step since."""
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# How much of a step's surprise is believed, and the largest surprise: a step during which a neighbour had the
-# processor says little about the next.
-LEARNING_RATE = 0.05
-MAX_SURPRISE = 0.25
-# No part is believed to be this many times cheaper or dearer than it was measured.
-MAX_DRIFT = 4.0
+import numpy as np
+import numpy.typing as npt
+
+# Between these numbers of rows, and beyond the last, each further row costs the same.
+KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+# Standard deviations of the measurements at start: of floor and bends together and of the floor alone, as shares of
+# themselves; of each bend, as a share of what a row of a step takes there; of attention and of drawing, as shares.
+SCALE_DOUBT, FLOOR_DOUBT, BEND_DOUBT, OTHER_DOUBT = 0.5, 0.15, 0.03, 0.5
+# The same of a step's time, as a share. A surprise counts for at most one standard deviation of what was to be
+# expected: a step during which a neighbour had the processor says little about the next.
+NOISE = 0.1
+# The share of what steps have taught that each further step makes doubtful again.
+FORGETTING = 1 / 200
+# No floor is believed to be so many times lower than it was measured: no step is free.
+MAX_DRIFT = 1000.0
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What was measured of a backend, in seconds. Empty curves stand for one that could not be measured."""
+    """What was measured of a backend, in seconds."""
 
-    layers: Mapping[int, float]  # rows of a step -> its forward pass over short contexts
-    head: Mapping[int, float]  # rows sampled -> output projection and arg-max
+    rows: Mapping[int, float]  # rows of a step, all sampled -> its time over short contexts; at least one
     key_s: float = 0.0  # one row's attention to one more key, read from memory
     row_key_s: float = 0.0  # the same for a further row of a request, whose keys have been read
     drawn_row_s: float = 0.0  # what a row costs beyond arg-max where logits are stored and drawn from
 
 
 class StepLoad(NamedTuple):
-    """What a step computes, as far as its time depends on it."""
+    """What a step that only decodes computes, as far as its time depends on it."""
 
-    num_rows: int
-    num_sampled: int
+    num_rows: int  # all sampled
     num_keys: int  # over requests: keys that the newest known token sees
     num_draft_keys: int = 0  # over draft rows: the same
     drawn: bool = False  # whether logits are stored: a request is not greedy or asks for log probabilities
@@ -92,61 +100,89 @@ def _is_above(middle: tuple[int, float], right: tuple[int, float], left: tuple[i
 class CostModel:
     """Predicts a step's seconds from its load, and learns from what steps took.
 
-    A prediction is the sum of three parts: the floor, which is a step of one row (reading the weights); growth
-    by further rows, in the layers, the output projection and sampling; and attention, by the keys in context.
-    Each has a factor, 1 at first, that steps correct: memory and cores do not slow down together.
+    A prediction is linear in what is not known: the floor, which is a step of one row; the bends, by which a further
+    row is dearer from each knot on; a factor of attention to the keys in context; the time of storing a row's logits.
+    What was measured at start is a first guess with a variance. Every step corrects it: the less certain a part and the
+    larger its share of the step, the more. So a measurement that a neighbour disturbed is overruled within some tens of
+    steps where the engine works, and beyond it a row costs at least what it costs there.
 
     Invariant: the time of one more row is never negative and never falls as rows are added.
 
     Args:
         times: what was measured.
 
-    Cost: a prediction takes about a microsecond, an observation two.
+    Cost: a prediction takes about 2 µs, an observation 9.
 
-    Source: normalised least mean squares (Nagumo and Noda, 1967), on relative errors that are cut off.
+    Source: recursive least squares in the form of Kalman (1960), its covariance drawn back to the first one, over
+        hinges whose coefficients are held above zero, so that a curve stays convex.
     """
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
-        self._layers = RowCurve(times.layers)
-        self._head = RowCurve(times.head)
-        self._floor = self._layers.seconds(1) + self._head.seconds(1)
-        self.factors = [1.0, 1.0, 1.0]  # floor, growth, attention
+        curve = RowCurve(times.rows)
+        floor = curve.seconds(1)
+        slopes = [
+            (curve.seconds(b) - curve.seconds(a)) / (b - a) for a, b in itertools.pairwise((*KNOTS, 2 * KNOTS[-1]))
+        ]
+        bends = [after - before for before, after in itertools.pairwise((0.0, *slopes))]
+        self._knots = np.array(KNOTS, np.float64)
+        self._values = np.array([floor, *bends, 1.0, times.drawn_row_s])
+        self._least = np.array([floor / MAX_DRIFT, *(0.0 for _ in KNOTS), 0.0, 0.0])
+        together = SCALE_DOUBT * np.array([floor, *bends, 0.0, 0.0])
+        shares = [curve.seconds(rows + 1) / (rows + 1) for rows in KNOTS]
+        alone = np.array(
+            [
+                FLOOR_DOUBT * floor,
+                *(BEND_DOUBT * share for share in shares),
+                OTHER_DOUBT,
+                OTHER_DOUBT * times.drawn_row_s,
+            ]
+        )
+        self._covariance = np.outer(together, together) + np.diag(alone**2)
+        self._forgotten = FORGETTING * self._covariance
+        self._slopes = self._row_slopes()
 
     def seconds(self, load: StepLoad) -> float:
         """Return what a step of this load should take."""
-        floor, growth, attention = self._parts(load)
-        return floor + growth + attention
+        return float(self._features(load) @ self._values)
 
-    def row_seconds(self, num_rows: int, num_sampled: int, *, drawn: bool) -> float:
+    def row_seconds(self, num_rows: int, *, drawn: bool) -> float:
         """Return what one more sampled row adds to a step of so many, without its attention to keys."""
-        more = self._layers.slope(num_rows) + self._head.slope(num_sampled)
-        if drawn:
-            more += self._times.drawn_row_s
-        return more * self.factors[1]
+        more = self._slopes[bisect_right(KNOTS, num_rows) - 1]
+        return more + float(self._values[-1]) if drawn else more
 
     @property
     def row_key_seconds(self) -> float:
         """What a draft row adds per key in its context."""
-        return self._times.row_key_s * self.factors[2]
+        return self._times.row_key_s * float(self._values[-2])
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a step without prompt tokens."""
-        parts = self._parts(load)
-        predicted = sum(parts)
-        if predicted <= 0.0 or seconds <= 0.0:
+        if seconds <= 0.0:
             return
-        surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, seconds / predicted - 1.0))
-        shares = [part / predicted for part in parts]
-        step = LEARNING_RATE * surprise / sum(share * share for share in shares)
-        for index, share in enumerate(shares):
-            factor = self.factors[index] * (1.0 + step * share)
-            self.factors[index] = max(1.0 / MAX_DRIFT, min(MAX_DRIFT, factor))
+        covariance, features = self._covariance, self._features(load)
+        predicted = float(features @ self._values)
+        shared = covariance @ features
+        variance = float(features @ shared) + (NOISE * predicted) ** 2
+        deviation = math.sqrt(variance)
+        surprise = max(-deviation, min(deviation, seconds - predicted))
+        self._values += shared * (surprise / variance)
+        np.maximum(self._values, self._least, out=self._values)
+        covariance -= shared[:, None] * (shared / variance)
+        covariance *= 1.0 - FORGETTING
+        covariance += self._forgotten
+        self._slopes = self._row_slopes()
 
-    def _parts(self, load: StepLoad) -> tuple[float, float, float]:
-        growth = self._layers.seconds(load.num_rows) + self._head.seconds(load.num_sampled) - self._floor
-        if load.drawn:
-            growth += load.num_sampled * self._times.drawn_row_s
-        attention = self._times.key_s * load.num_keys + self._times.row_key_s * load.num_draft_keys
-        floor_factor, growth_factor, attention_factor = self.factors
-        return self._floor * floor_factor, max(0.0, growth) * growth_factor, attention * attention_factor
+    def _features(self, load: StepLoad) -> npt.NDArray[np.float64]:
+        """Return how often a step takes each of the values."""
+        features = np.empty(len(self._values))
+        features[0] = 1.0
+        np.maximum(load.num_rows - self._knots, 0.0, out=features[1:-2])
+        features[-2] = self._times.key_s * load.num_keys + self._times.row_key_s * load.num_draft_keys
+        features[-1] = load.num_rows if load.drawn else 0
+        return features
+
+    def _row_slopes(self) -> list[float]:
+        """Return what a further row costs from each knot on."""
+        slopes: list[float] = self._values[1:-2].cumsum().tolist()
+        return slopes

@@ -17,6 +17,9 @@ SAFETY = 1.1
 # The same while nobody waits. A request that ends early then leaves a shorter step, and no seat that another takes: a
 # token that comes before its neighbours' saves a row, which is less than its share of a step.
 SAFETY_ALONE = 1.4
+# After so many steps in a row with drafts one has none, so that what drafts cost is seen and not only believed; then
+# after twice as many, and so on up to the second number.
+FIRST_PATIENCE, LAST_PATIENCE = 4, 512
 
 
 class LengthController(Protocol):
@@ -140,6 +143,10 @@ class AdaptiveLength(LengthController):
         self._guesses: list[_Guess] = []
         self._drawn = False  # whether the step stores logits
         self._safety = SAFETY
+        # By the bit length of the number of decoding requests: steps since the last one without drafts, and how many
+        # there may be.
+        self._drafted_steps = [0] * (num_rows.bit_length() + 1)
+        self._patience = [FIRST_PATIENCE] * (num_rows.bit_length() + 1)
         self._token_s = 0.0  # what a token of the step costs without drafts
         self._draft_row_s = 0.0  # what its draft rows cost, on average
 
@@ -185,13 +192,11 @@ class AdaptiveLength(LengthController):
         cost, drawn = self.cost, self._drawn
         num_requests = num_decoding + num_prompts
         keys_per_request = num_keys / num_decoding
-        seconds = cost.seconds(
-            StepLoad(num_requests, num_requests, round(num_requests * keys_per_request), drawn=drawn)
-        )
+        seconds = cost.seconds(StepLoad(num_requests, round(num_requests * keys_per_request), drawn=drawn))
         rate = num_requests / seconds
         self._token_s = seconds / num_requests
         tokens = float(num_requests)
-        num_rows, num_sampled = num_decoding + num_other, num_decoding
+        num_rows = num_decoding + num_other
         key_cost = cost.row_key_seconds
         probability = self.acceptance.probability
         # (-value, index of the guess, chance of being committed, length up to it), the most valuable first. Attention
@@ -205,13 +210,12 @@ class AdaptiveLength(LengthController):
         first_s = seconds
         while heap:
             negated, index, chance, length = heap[0]
-            row_s = cost.row_seconds(num_rows, num_sampled, drawn=drawn)
+            row_s = cost.row_seconds(num_rows, drawn=drawn)
             if -negated <= rate * row_s * self._safety:
                 break
             guess = self._guesses[index]
             kept[index] = length
             num_rows += 1
-            num_sampled += 1
             key_s = key_cost * guess.request.num_tokens
             seconds += row_s + key_s
             if num_prompts == 0:
@@ -223,9 +227,20 @@ class AdaptiveLength(LengthController):
             chance *= probability(guess.source, guess.grade(length), guess.state.log_odds)
             heapreplace(heap, (rate * key_s - chance, index, chance, length + 1))
         num_drafts = sum(kept)
+        if num_drafts and num_prompts == 0 and self._is_check(num_decoding):
+            kept, num_drafts = [0] * len(kept), 0
         self._draft_row_s = (seconds - first_s) / num_drafts if num_drafts else 0.0
         for guess, length in zip(self._guesses, kept, strict=True):
             guess.request._spec_token_ids = guess.token_ids[:length]
+
+    def _is_check(self, num_decoding: int) -> bool:
+        """Whether the drafts of a step are left out to see what it takes without them, which is rarer each time."""
+        size = num_decoding.bit_length()
+        if self._drafted_steps[size] < self._patience[size]:
+            return False
+        self._drafted_steps[size] = 0
+        self._patience[size] = min(2 * self._patience[size], LAST_PATIENCE)
+        return True
 
     def observe(self, step: SchedulerOutput, seconds: float) -> None:
         """See :class:`LengthController`."""
@@ -239,7 +254,9 @@ class AdaptiveLength(LengthController):
             num_rows += 1 + num_drafts
             num_keys += share.num_computed_tokens + 1
             num_draft_keys += num_drafts * (share.num_computed_tokens + 1)
-        self.cost.observe(StepLoad(num_rows, num_rows, num_keys, num_draft_keys, self._drawn), seconds)
+        size = len(step.scheduled).bit_length()
+        self._drafted_steps[size] = self._drafted_steps[size] + 1 if num_rows > len(step.scheduled) else 0
+        self.cost.observe(StepLoad(num_rows, num_keys, num_draft_keys, self._drawn), seconds)
 
     def _score(self, guess: _Guess) -> None:
         """Compare a draft, the part that was not verified included, with what has been committed."""
