@@ -27,7 +27,7 @@ CALIBRATIONS = {
     "all twice as fast": lambda rows: 0.5,
     "flat": lambda rows: 1.9 / TRUTH.seconds(rows),
 }
-# Draft tokens' match lengths: drafts that are worth nothing at 16 requests, of both kinds, and mostly right.
+# Match lengths of drafts, 0 for none.
 GUESSES = {"poor": (0, 1, 1, 1), "mixed": (0, 0, 1, 1, 2, 3, 4, 8), "good": (3, 6, 12, 20)}
 NUM_DRAFTS = 5
 SETTLED, END = 40, 100
@@ -59,7 +59,7 @@ class Simulation:
         return [self.rng.choice(self.match_lengths) for _ in self.requests]
 
     def choose(self, controller, match_lengths):
-        """Return the rate of tokens to be expected of what a controller verifies, and the share of requests' drafts."""
+        """Return the rate of tokens to be expected of what a controller verifies."""
         for request, match_length in zip(self.requests, match_lengths, strict=True):
             request._spec_token_ids = [1] * NUM_DRAFTS if match_length else []
             request._spec_match_length, request._spec_source = match_length, "ngram"
