@@ -73,7 +73,7 @@ def run(capsys, *argv):
 def test_comparison_uses_two_fresh_engines_without_prefix_cache(engines, capsys):
     """Off comes first, then on; both are made anew and share no prefixes."""
     figures = run(capsys, "--num-prompts", "3", "--compare-no-spec")
-    assert [engine.options["speculative_config"] for engine in engines] == [None, {"method": "ngram"}]
+    assert [engine.options["speculative_config"] for engine in engines] == [None, {"method": "suffix"}]
     assert [engine.options["enable_prefix_caching"] for engine in engines] == [False, False]
     assert (figures["identical_outputs"], figures["num_prompts"]) == (3, 3)
     keys = {"tokens_per_s", "tokens_per_step", "acceptance_rate", "tokens_per_s_no_spec", "ratio_on_off"}
@@ -84,7 +84,7 @@ def test_without_comparison_one_engine_is_made(engines, capsys):
     """Speculation is on unless the configuration is null."""
     run(capsys, "--num-prompts", "2")
     run(capsys, "--num-prompts", "2", "--speculative-config", "null")
-    assert [engine.options["speculative_config"] for engine in engines] == [{"method": "ngram"}, None]
+    assert [engine.options["speculative_config"] for engine in engines] == [{"method": "suffix"}, None]
 
 
 def test_pairs_are_interleaved(engines, capsys):

@@ -76,7 +76,7 @@ def test_options_reach_engine_and_request():
     assert cli.main(["generate", "--prompt", "p", *arguments]) == 0
     [llm] = StubLLM.made
     assert llm.model == "m"
-    speculative = {"method": "ngram"}
+    speculative = {"method": "suffix"}
     assert llm.options == {"speculative_config": speculative, "dtype": "float32", "enable_prefix_caching": False}
     [(prompt, params)] = llm.requests
     assert prompt == "p"
@@ -99,8 +99,8 @@ def test_speculative_config_is_json(text, expected):
 @pytest.mark.parametrize(
     "arguments,expected",
     [
-        (["--disable-logprobs-during-spec-decoding"], {"method": "ngram", "disable_logprobs": True}),
-        (["--no-disable-logprobs-during-spec-decoding"], {"method": "ngram", "disable_logprobs": False}),
+        (["--disable-logprobs-during-spec-decoding"], {"method": "suffix", "disable_logprobs": True}),
+        (["--no-disable-logprobs-during-spec-decoding"], {"method": "suffix", "disable_logprobs": False}),
     ],
 )
 def test_logprobs_may_be_disabled_by_an_option(arguments, expected):
