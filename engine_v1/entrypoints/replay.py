@@ -107,7 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, help="write a PNG (needs matplotlib)")
     parser.add_argument("--html", type=Path, help="write a page of one request's drafts, by the last method")
     parser.add_argument("--request", type=int, default=0, help="which request the page shows (0)")
-    parser.add_argument("--model", help="whose tokenizer gives the page its text; without it the page shows token ids")
+    parser.add_argument(
+        "--model",
+        help="whose tokenizer reads a corpus and gives the page its text; without it the page shows token ids",
+    )
     return parser
 
 
