@@ -12,8 +12,8 @@ from engine_v1.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from engine_v1.core.token_table import TokenTable
 from engine_v1.kernels.parallel import ForkedProcessError
 from engine_v1.models.config import DecoderConfig
-from engine_v1.models.loader import open_model
-from engine_v1.platforms import get_platform
+from engine_v1.models.loader import computed_dtype, open_model
+from engine_v1.platforms import Platform, get_platform
 from engine_v1.request import Request, RequestStatus
 from engine_v1.spec_decode.cost_model import CostModel
 from engine_v1.spec_decode.factory import make_proposer
@@ -138,6 +138,18 @@ def build_engine_core(
         ValueError: the KV cache would have fewer than two usable blocks.
     """
     platform = get_platform(config.model.device)
+    dtype = computed_dtype(model_directory, config.model.dtype, platform.device)
+    with platform.compiling_ahead(decoder_config.architecture, dtype):
+        return _build(platform, config, model_directory, decoder_config, corpus)
+
+
+def _build(
+    platform: Platform,
+    config: EngineConfig,
+    model_directory: Path,
+    decoder_config: DecoderConfig,
+    corpus: SuccessorTable | None,
+) -> EngineCore:
     loaded = open_model(model_directory, decoder_config, dtype=config.model.dtype, device=platform.device)
     block_size, scheduler_config = config.cache.block_size, config.scheduler
     bytes_per_block = (

@@ -17,8 +17,6 @@ from engine_v1.kernels.packed_weights import (
     DecoderModel,
     PackedWeights,
     as_numpy,
-    pack_into,
-    pack_signatures,
     pack_weights,
 )
 from engine_v1.kernels.parallel import num_threads_cached, run_parallel
@@ -302,6 +300,8 @@ def row_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None) -> tuple[int, int, int]:
     """Compile every kernel that a decoder calls, or load it from disk; none compiles afterwards.
 
+    The largest comes last: another process may be at it (:mod:`engine_v1.kernels.compile_ahead`).
+
     Returns:
         Addresses of the matrix tile, the step and the product with the vocabulary.
     """
@@ -313,12 +313,9 @@ def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None
     longs = types.Array(types.int64, 1, "C")
     arrays = (i32, i32, table, table, longs, longs, longs)
     warmup(_begin_step, [(longs, longs, i32, i32, table, longs, *([types.int64] * 4), *arrays)], progress=progress)
-    warmup(pack_into, pack_signatures(), progress=progress)
-    return (
-        float_format(act).tile_address(progress=progress),
-        forward.forward_address(act, progress=progress),
-        forward.vocabulary_address(act, progress=progress),
-    )
+    tile = float_format(act).tile_address(progress=progress)
+    vocabulary = forward.vocabulary_address(act, progress=progress)
+    return tile, forward.forward_address(act, progress=progress), vocabulary
 
 
 @jit

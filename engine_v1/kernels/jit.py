@@ -15,7 +15,7 @@ import llvmlite
 import llvmlite.binding as llvm
 import numba
 import numpy as np
-from numba.core.caching import NullCache
+from numba.core.caching import FunctionCache, NullCache
 
 from engine_v1.paths import cache_root, is_writable_directory
 
@@ -114,7 +114,7 @@ def native_function(
         if compiled is None:
             options: dict[str, Any] = {"nopython": True, "error_model": "numpy"}
             directory = cache_directory()
-            with _cache_file_lock(), _progress_line(function.__name__, progress), _cache_location(directory):
+            with _progress_line(function.__name__, progress), _kernel_lock(function), _cache_location(directory):
                 try:
                     compiled = numba.cfunc(signature, cache=directory is not None, **options)(function)
                 except OSError as error:
@@ -136,14 +136,15 @@ def warmup(
             stderr where that is a terminal.
 
     Cost:
-        Nothing for signatures that are compiled already; a file lock held while compiling, so that engines that start
-        together compile once.
+        Nothing for signatures that are compiled already; the kernel's file lock held while compiling, so that engines
+        that start together compile once.
     """
     with _compile_lock:
         missing = [sig for sig in signatures if tuple(sig) not in dispatcher.overloads]
         dispatcher.disable_compile(val=False)
         if missing:
-            with _cache_file_lock(), _progress_line(dispatcher.py_func.__name__, progress):
+            function = dispatcher.py_func
+            with _progress_line(function.__name__, progress), _kernel_lock(function):
                 for signature in missing:
                     _compile(dispatcher, tuple(signature))
         dispatcher.disable_compile()
@@ -162,23 +163,48 @@ def _warn_of_disk(error: OSError) -> None:
     warnings.warn(f"compiled kernels cannot be kept on disk ({error}); every start compiles them", stacklevel=4)
 
 
-@contextlib.contextmanager
-def _cache_file_lock() -> Iterator[None]:
-    """Hold the cache directory: two processes saving one kernel at once can mix up Numba's numbered data files."""
+def is_kept(function: Callable[..., Any]) -> bool:
+    """Say whether the cache directory holds machine code of a kernel as it is now, in whatever form."""
     directory = cache_directory()
+    if directory is None:
+        return False
+    with _cache_location(directory):
+        return bool(FunctionCache(function)._cache_file._load_index())
+
+
+def is_being_compiled(function: Callable[..., Any]) -> bool:
+    """Say whether somebody, in this process or another, compiles a kernel or loads it at this moment."""
+    with _kernel_lock(function, wait=False) as is_free:
+        return not is_free
+
+
+@contextlib.contextmanager
+def _kernel_lock(function: Callable[..., Any], *, wait: bool = True) -> Iterator[bool]:
+    """Hold a kernel's files: two processes saving one kernel at once can mix up Numba's numbered data files.
+
+    Files of different kernels have different names, so these are compiled at the same time. A lock goes with its
+    process, however that ends. Without `wait`, yield False where somebody else holds it.
+    """
+    directory = cache_directory()
+    lock = f".{function.__module__}.{function.__qualname__}.lock"
     try:
         import fcntl
 
-        handle = (directory / ".lock").open("a") if directory else None
+        handle = (directory / lock).open("a") if directory else None
     except (ImportError, OSError):
         handle = None
     if handle is None:
-        yield
+        yield True
         return
     with handle:
-        with contextlib.suppress(OSError):  # file systems without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield  # closing the file releases the lock
+        is_held = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_held = False
+        except OSError:  # file systems without locks
+            pass
+        yield is_held  # closing the file releases the lock
 
 
 @contextlib.contextmanager

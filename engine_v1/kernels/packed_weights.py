@@ -12,7 +12,7 @@ from numba import prange, types
 from engine_v1.kernels import forward
 from engine_v1.kernels.formats import GGUF_FORMATS, INT8, WeightFormat, float_format, padded
 from engine_v1.kernels.intrinsics import TILE_COLUMNS
-from engine_v1.kernels.jit import jit
+from engine_v1.kernels.jit import jit, warmup
 from engine_v1.kernels.parallel import parallel_entry
 from engine_v1.kernels.quantize import ZERO_POINT, quantize_weight
 from engine_v1.kernels.quantized_tiles import BLOCK
@@ -58,13 +58,10 @@ def pack_into(weight, out, tile_step, first_tile, pair, rows, columns):  # type:
             out[place, (c // pair * TILE_COLUMNS + lane) * pair + c % pair] = weight[i, j]
 
 
-def pack_signatures() -> list[tuple[Any, ...]]:
-    """Return every signature of :func:`pack_into`."""
-    ids = types.Array(types.int64, 1, "C")
-    return [
-        (types.Array(t, 2, "C"), types.Array(t, 2, "C"), types.int64, types.int64, types.int64, ids, ids)
-        for t in (types.uint16, types.float32)
-    ]
+def _pack_signature(act: np.dtype[Any]) -> tuple[Any, ...]:
+    """Return the signature of :func:`pack_into` for weights of one dtype."""
+    matrix, ids = types.Array(types.uint16 if act == np.uint16 else types.float32, 2, "C"), types.int64[::1]
+    return (matrix, matrix, types.int64, types.int64, types.int64, ids, ids)
 
 
 @dataclass(frozen=True)
@@ -132,6 +129,8 @@ class _Packer:
         self._num_floats = 0
 
     def pack(self, model: DecoderModel, *, free_weights: bool) -> PackedWeights:
+        if not (self._format.quantized and self._vocab_format.quantized):
+            warmup(pack_into, [_pack_signature(self._act)])
         config = self._config
         hidden, inter, head_pad = config.hidden_size, config.intermediate_size, padded(config.head_dim)
         shapes = [

@@ -47,7 +47,8 @@ def lay_out(shares, token_ids, block_table, block_size):  # type: ignore[no-unty
         first = shares[i, NUM_COMPUTED]
         end = first + shares[i, NUM_SCHEDULED]
         seq_lens[i] = end
-        block_tables[i] = block_table[row, :num_blocks]
+        for column in range(num_blocks):  # assigning a slice would take a second and a half to compile
+            block_tables[i, column] = block_table[row, column]
         for position in range(first, end):
             input_ids[index] = token_ids[row, position]
             positions[index] = position

@@ -170,8 +170,14 @@ def _open_gguf(path: Path) -> Any:
     """Open a GGUF and check that all of it is there."""
     import gguf
 
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        def _build_fields(self, *args: Any) -> Any:
+            # A vocabulary is hundreds of thousands of slices, and one of a memmap takes three times that of an array.
+            self.data: Any = np.asarray(self.data)
+            return super()._build_fields(*args)
+
     try:
-        reader = gguf.GGUFReader(path)
+        reader = Reader(path)
         end = max(int(tensor.data_offset) + int(tensor.n_bytes) for tensor in reader.tensors)
     except Exception as error:  # whatever a damaged file makes of the reader
         raise ValueError(f"{path} is truncated or no GGUF file ({error}); get it anew") from error

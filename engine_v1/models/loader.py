@@ -178,14 +178,22 @@ def open_weights(directory: Path, dtype: str, device: torch.device) -> Safetenso
         FileNotFoundError: if there are none, or some are missing.
         ValueError: if one is truncated or of another format.
     """
-    hf = read_json(directory / "config.json") or {}
-    checkpoint_dtype = hf.get("dtype") or hf.get("torch_dtype")
+    resolved = computed_dtype(directory, dtype, device)
     if is_converted_gguf(directory):
-        resolved = resolve_dtype(dtype, str(checkpoint_dtype), device)
         return SafetensorsWeights([convert_weights(directory, resolved)], resolved)
-    files = _weight_files(directory)
-    resolved = resolve_dtype(dtype, checkpoint_dtype or _stored_dtype(files[0]), device)
-    return SafetensorsWeights(files, resolved)
+    return SafetensorsWeights(_weight_files(directory), resolved)
+
+
+def computed_dtype(directory: Path, dtype: str, device: torch.device) -> torch.dtype:
+    """Return the dtype that :func:`open_model` computes in, without touching the weights if it can be helped.
+
+    Raises:
+        FileNotFoundError: if a file must be looked at, and there is none.
+        ValueError: as :func:`resolve_dtype`.
+    """
+    hf = read_json(directory / "config.json") or {}
+    checkpoint_dtype = hf.get("dtype") or hf.get("torch_dtype") or _stored_dtype(_weight_files(directory)[0])
+    return resolve_dtype(dtype, checkpoint_dtype, device)
 
 
 def open_safetensors(path: Path) -> Any:

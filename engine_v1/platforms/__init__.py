@@ -1,5 +1,6 @@
 """What the device at hand can do, chosen once."""
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -20,6 +21,10 @@ class Platform(Protocol):
 
     def cached_head_dim(self, head_dim: int) -> int:
         """Return how many numbers the KV cache stores for a head of ``head_dim``."""
+        ...
+
+    def compiling_ahead(self, architecture: str, dtype: torch.dtype) -> AbstractContextManager[object]:
+        """Return a context in which a second process may compile what a model's backend will load."""
         ...
 
     def make_backend(self, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int) -> Backend:

@@ -1,6 +1,7 @@
 """CPUs: which backend computes a model, and how much memory the KV cache may take."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from engine_v1.kernels.parallel import parallel_entry
 from engine_v1.models.gguf_checkpoint import is_converted_gguf, read_matrices
 from engine_v1.models.llama import EMBEDDING_NAME, LlamaForCausalLM
 from engine_v1.models.loader import LoadedModel
+from engine_v1.models.registry import get_model_class
 from engine_v1.worker.backend import Backend, TorchBackend
 
 if TYPE_CHECKING:
@@ -42,6 +44,15 @@ class CpuPlatform:
         """Return ``head_dim`` rounded up to whole tiles of the kernels."""
         return padded(head_dim)
 
+    def compiling_ahead(self, architecture: str, dtype: torch.dtype) -> AbstractContextManager[object]:
+        """Return a context in which a second process compiles kernels, on a machine that has not compiled them yet."""
+        uses_kernels = os.environ.get(BACKEND_SWITCH, "") != "torch"
+        if not uses_kernels or not _has_kernels(get_model_class([architecture]), dtype):
+            return nullcontext()
+        from engine_v1.kernels.compile_ahead import compiling_ahead
+
+        return compiling_ahead(dtype)
+
     def make_backend(self, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int) -> Backend:
         """Return the Numba kernels for the Llama family in bfloat16 or float32, torch for anything else.
 
@@ -52,8 +63,7 @@ class CpuPlatform:
         if wanted not in ("", "kernels", "torch"):
             raise ValueError(f"{BACKEND_SWITCH}={wanted!r} must be 'kernels' or 'torch'; unset it for the default")
         model = loaded.model
-        # A subclass may compute something else than the kernels do.
-        can_use_kernels = type(model) is LlamaForCausalLM and loaded.dtype != torch.float16
+        can_use_kernels = _has_kernels(type(model), loaded.dtype)
         if wanted == "kernels" and not can_use_kernels:
             raise ValueError(
                 f"{BACKEND_SWITCH}='kernels' but there are none for {type(model).__name__} in {loaded.dtype}; "
@@ -63,10 +73,11 @@ class CpuPlatform:
         if wanted == "torch" or not can_use_kernels:
             return TorchBackend.create(loaded, config, num_blocks=num_blocks, device=self.device)
         from engine_v1.kernels.decoder import CpuDecoder
-        from engine_v1.worker.cpu_backend import CpuBackend
+        from engine_v1.worker.cpu_backend import CpuBackend, compile_sampling
 
         assert isinstance(model, LlamaForCausalLM), "kernels were found to fit"
         weights = packed_weights(loaded, quantization)
+        compile_sampling()  # before the decoder's kernels, which a second process may be at
         decoder = CpuDecoder(
             model,
             num_blocks=num_blocks,
@@ -76,6 +87,11 @@ class CpuPlatform:
             weights=weights,
         )
         return CpuBackend(decoder, config.model.logprobs_mode)
+
+
+def _has_kernels(model_class: type, dtype: torch.dtype) -> bool:
+    """Say whether there are kernels for a model. A subclass of Llama may compute something else than they do."""
+    return model_class is LlamaForCausalLM and dtype != torch.float16
 
 
 def packed_weights(loaded: LoadedModel, quantization: str | None) -> "PackedWeights":

@@ -1,5 +1,7 @@
 """CUDA devices: torch computes, and what memory is left holds the KV cache."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from engine_v1.config import EngineConfig
@@ -25,6 +27,10 @@ class CudaPlatform:
     def cached_head_dim(self, head_dim: int) -> int:
         """Return ``head_dim``."""
         return head_dim
+
+    def compiling_ahead(self, architecture: str, dtype: torch.dtype) -> AbstractContextManager[object]:  # noqa: ARG002
+        """Return a context that does nothing: torch's kernels come compiled."""
+        return nullcontext()
 
     def make_backend(self, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int) -> Backend:
         """Return the torch backend."""

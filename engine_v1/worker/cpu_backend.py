@@ -5,8 +5,11 @@ import numpy.typing as npt
 
 from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.core.scheduler_output import TokenLogprobs
+from engine_v1.kernels import sampling
 from engine_v1.kernels.decoder import CpuDecoder
 from engine_v1.kernels.intrinsics import describe
+from engine_v1.kernels.jit import warmup
+from engine_v1.kernels.logprobs import LOGPROB_ROWS, logprob_rows
 from engine_v1.kernels.parallel import launch_threads, num_threads
 from engine_v1.sample.kernel_logprobs import KernelLogprobs
 from engine_v1.sample.kernel_sampler import KernelSampler
@@ -14,6 +17,12 @@ from engine_v1.sample.sampler import RowStatus, SamplingRows
 from engine_v1.worker.backend import PROMPT_LOGPROB_ROWS
 
 _OK, _NOT_FINITE = np.int8(RowStatus.OK), np.int8(RowStatus.NOT_FINITE)
+
+
+def compile_sampling() -> None:
+    """Compile what follows a step's logits, or load it from disk."""
+    sampling.warm_up()
+    warmup(logprob_rows, [LOGPROB_ROWS])
 
 
 class CpuBackend:

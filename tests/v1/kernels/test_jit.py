@@ -8,7 +8,7 @@ import pytest
 from numba import types
 
 from engine_v1.kernels import jit as jit_module
-from engine_v1.kernels.jit import cache_directory, jit, warmup
+from engine_v1.kernels.jit import cache_directory, is_being_compiled, jit, warmup
 from engine_v1.paths import cache_root
 
 
@@ -100,6 +100,21 @@ def test_starts_at_once_compile_once_and_load(tmp_path):
     assert sorted(output[2] for output in outputs) == ["0", "2", "2", "2"]
     again = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert again.stdout.split()[2] == "2"
+
+
+def test_different_kernels_compile_at_the_same_time():
+    """Whoever compiles one kernel does not keep others from being compiled."""
+
+    @jit
+    def kernel(x):
+        return x + 2
+
+    with jit_module._kernel_lock(double.py_func):
+        assert is_being_compiled(double.py_func)
+        assert not is_being_compiled(kernel.py_func)
+        warmup(kernel, [(types.int64,)])
+    assert not is_being_compiled(double.py_func)
+    assert kernel(2) == 4
 
 
 def test_slow_compiling_says_so(monkeypatch):

@@ -1,0 +1,75 @@
+"""A second process that compiles the largest kernels while an engine, on its first start, loads its model."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine_v1.kernels import forward, sampling
+from engine_v1.kernels.decoder import row_dtype
+from engine_v1.kernels.jit import cache_directory, is_being_compiled, is_kept, warmup
+from engine_v1.kernels.logprobs import LOGPROB_ROWS, logprob_rows
+from engine_v1.kernels.parallel import num_threads
+
+_PROGRAM = f"import torch, {__name__} as it; it.compile_kernels({{dtype}})"
+
+
+@contextlib.contextmanager
+def compiling_ahead(dtype: torch.dtype) -> Iterator[subprocess.Popen[bytes] | None]:
+    """Let a second process compile kernels while the body runs, if this is a first start that gains from it.
+
+    Both processes take the kernels as they need them, one at a time under the kernel's file lock: what one of them has
+    compiled, or is compiling, the other loads. So a second process that cannot be started, or ends early, costs time
+    and nothing else. It is gone when the body is left.
+
+    Args:
+        dtype: the model's, bfloat16 or float32.
+    """
+    process = None
+    if _is_worthwhile(dtype):
+        with contextlib.suppress(OSError):
+            process = subprocess.Popen(  # noqa: S603 a fixed command
+                [sys.executable, "-P", "-c", _PROGRAM.format(dtype=dtype)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+    try:
+        yield process
+    finally:
+        if process is not None:
+            process.kill()  # it has nothing left to do, unless the start failed
+            process.wait()
+
+
+def compile_kernels(dtype: torch.dtype) -> None:
+    """Compile kernels into the cache directory, the largest first; leave those alone that somebody is at."""
+    for function, compile_it in _kernels(dtype):
+        if not is_being_compiled(function):
+            compile_it()
+
+
+def _kernels(dtype: torch.dtype) -> list[tuple[Callable[..., Any], Callable[[], Any]]]:
+    """Return kernels that take seconds to compile, each with what compiles or loads it in the engine's form."""
+    act = row_dtype(dtype)
+    is_bf16 = dtype == torch.bfloat16
+    return [
+        (forward.forward_bf16 if is_bf16 else forward.forward_f32, partial(forward.forward_address, act)),
+        (forward.vocabulary_bf16 if is_bf16 else forward.vocabulary_f32, partial(forward.vocabulary_address, act)),
+        (logprob_rows.py_func, partial(warmup, logprob_rows, [LOGPROB_ROWS])),
+        (sampling.sample_entry, sampling.warm_up),
+    ]
+
+
+def _is_worthwhile(dtype: torch.dtype) -> bool:
+    largest, _ = _kernels(dtype)[0]
+    # A program that has Python inside calls itself sys.executable, or nothing.
+    is_python = Path(sys.executable or "").name.startswith("python")
+    return is_python and num_threads() > 1 and cache_directory() is not None and not is_kept(largest)
