@@ -23,7 +23,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
 
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _DEFAULT_LOOKUP_MAX = 4
-_DEFAULT_SPECULATIVE_TOKENS = {"ngram": 5}  # by method; drafts of the others end by themselves
+_DEFAULT_SPECULATIVE_TOKENS = {"ngram": 10}  # by method; drafts of the others end by themselves
 _LONGEST_SPECULATIVE_TOKENS = 16
 _DEFAULT_LOOKUP_MIN = 1
 
@@ -187,7 +187,7 @@ class SpeculativeConfig:
     """
 
     method: str = "ngram"
-    num_speculative_tokens: int = 5  # draft tokens per request and step, at most
+    num_speculative_tokens: int = 10  # draft tokens per request and step, at most
     prompt_lookup_max: int = _DEFAULT_LOOKUP_MAX
     prompt_lookup_min: int = _DEFAULT_LOOKUP_MIN
     prompt_lookup_tie: str = "latest"  # which of several earlier occurrences: "latest" or "earliest"
@@ -234,7 +234,7 @@ class SpeculativeConfig:
         """Read a `speculative_config` dictionary; None stays None (no speculation).
 
         `{"method": "ngram"}` is enough; `{"model": "ngram"}` says the same. "-" in a key counts as "_". Without
-        num_speculative_tokens a draft has at most 5 tokens with ngram and 16 with the other methods. Where only one
+        num_speculative_tokens a draft has at most 10 tokens with ngram and 16 with the other methods. Where only one
         of prompt_lookup_min and prompt_lookup_max is given, the other keeps its default, moved just enough to keep
         min <= max. Keys that vLLM has and no method here uses are accepted at their defaults.
 

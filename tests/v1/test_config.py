@@ -24,11 +24,11 @@ class TestSpeculativeConfig:
         assert SpeculativeConfig.from_dict(None) is None
 
     def test_method_alone_is_enough(self):
-        """{"method": "ngram"} drafts 5 tokens by matches of 1 to 4, the latest first."""
+        """{"method": "ngram"} drafts 10 tokens by matches of 1 to 4, the latest first."""
         config = SpeculativeConfig.from_dict({"method": "ngram"})
-        assert config == SpeculativeConfig("ngram", 5, 4, 1, "latest", adaptive=True)
+        assert config == SpeculativeConfig("ngram", 10, 4, 1, "latest", adaptive=True)
 
-    @pytest.mark.parametrize("method,longest", [("ngram", 5), ("suffix", 16), ("recycling", 16), ("auto", 16)])
+    @pytest.mark.parametrize("method,longest", [("ngram", 10), ("suffix", 16), ("recycling", 16), ("auto", 16)])
     def test_the_longest_draft_depends_on_the_method(self, method, longest):
         """Methods whose drafts end by themselves may go further; what is given counts."""
         assert SpeculativeConfig.from_dict({"method": method}).num_speculative_tokens == longest
@@ -228,7 +228,7 @@ class TestBatchSizeTable:
             ([[1, 4]], "must be a list of"),
             ([[2, 4, 5]], "must start at batch size 1"),
             ([[1, 4, 5], [4, 8, 2]], "batch size 4 is in two entries"),
-            ([[1, 4, 6]], "must be at most 5, got 6"),
+            ([[1, 4, 11]], "must be at most 10, got 11"),
             ([[1, 0, 5]], "must be at least 1, got 0"),
             ([[1, "4", 5]], "must be an integer, got '4'"),
         ],
