@@ -17,7 +17,7 @@ import numpy as np
 from engine_v1.kernels.elementwise import LOG2_E, copy_finite, merge_span, rms_norm, softmax_span  # noqa: F401
 from engine_v1.kernels.intrinsics import LANES, WIDE_TILE_ROWS, address, copy_values, copy_word, load, splat, store
 from engine_v1.kernels.jit import jit, kernel_part
-from engine_v1.kernels.linear import _block_rows
+from engine_v1.kernels.linear import block_rows
 from engine_v1.kernels.schedule import claim, finish
 from engine_v1.kernels.tiles import tile
 
@@ -259,7 +259,7 @@ def _attend_span(ctx, m, window, span, position, lines, part, spans, q, parts): 
     """Scores, softmax and weighted sum of one span for all lines, at most twelve at a time."""
     pair = count_pairs(q)
     start = span * SPAN
-    block = _block_rows(lines)
+    block = block_rows(lines)
     for line in range(0, lines, block):
         count = min(block, lines - line)
         oldest = _oldest(position + line // m.group_heads, window)

@@ -9,8 +9,8 @@ import torch
 from numba import types
 
 from engine_v1.attention.metadata import AttentionMetadata
-from engine_v1.kernels import attention, forward, linear, parallel, schedule
-from engine_v1.kernels.formats import WeightFormat, float_format, padded
+from engine_v1.kernels import attention, forward, linear, parallel, schedule, screening
+from engine_v1.kernels.formats import SCREEN_FORMAT, WeightFormat, float_format, padded
 from engine_v1.kernels.intrinsics import TILE_COLUMNS, describe_int8
 from engine_v1.kernels.jit import jit, warmup
 from engine_v1.kernels.packed_weights import (
@@ -25,6 +25,11 @@ from engine_v1.kernels.quantize import byte_row_size
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 # Parts of split attention that are kept at once: (row, head, span). Beyond, blocks of rows are not split.
 _MAX_PARTS_BYTES = 32 << 20
+_VOCAB_PHASES = 4
+# Screening leaves each row tiles that are computed one by one. Where they are more than this share of all tiles, and so
+# much more per row of the step, it is quicker to compute all at once; after so many steps it is tried again.
+_MAX_CANDIDATES, _MAX_CANDIDATES_PER_ROW = 0.2, 1 / 80
+_UNSCREENED_STEPS = 50
 
 # Places in the sizes that a step's kernel gets.
 _ROWS, _UNITS, _MERGES, _KV_HEADS, _GROUP_HEADS = map(
@@ -91,6 +96,10 @@ class CpuDecoder:
         self._block_rows = max(1, attention.QUERY_ROWS // self._group_heads)
         self._sizes = self._fill_sizes(model, num_blocks, tile, self._weights.format, progress)
         self._vocab_sizes = self._fill_sizes(model, num_blocks, tile, self._weights.vocab_format, progress)
+        self._is_screened = self._weights.screen_at >= 0
+        screen_format = SCREEN_FORMAT if self._is_screened else self._weights.vocab_format
+        self._screen_sizes = self._fill_sizes(model, num_blocks, tile, screen_format, progress)
+        self._unscreened_steps = 0  # to come, since screening left too much to compute
         self._scalars = np.array([config.rms_norm_eps, model.scale * attention.LOG2_E], np.float32)
         self._allocate(model, num_blocks)
 
@@ -142,7 +151,7 @@ class CpuDecoder:
         # Values start as zeros and stay finite: a masked weight of 0 is multiplied with whatever a free slot holds.
         self._keys, self._values = np.zeros(cache, act), np.zeros(cache, act)
         self._sync = np.zeros(schedule.sync_size(len(model.layers) * forward.PHASES_PER_LAYER + 2, threads), np.int64)
-        self._vocab_sync = self._sync[: schedule.sync_size(2, threads)]
+        self._vocab_sync = self._sync[: schedule.sync_size(_VOCAB_PHASES, threads)]
         self._ids, self._positions = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         self._residual = np.zeros(rows * size["hidden_pad"], np.float32)
         self._normed = np.zeros(rows * size["hidden_pad"], act)
@@ -150,10 +159,10 @@ class CpuDecoder:
         self._q, self._attended = np.zeros(rows * heads_pad, act), np.zeros(rows * heads_pad, act)
         self._mlp = np.zeros(rows * size["inter_pad"], act)
         widest = max(heads_pad, size["hidden_pad"], size["inter_pad"])
-        any_quantized = self._weights.format.quantized or self._weights.vocab_format.quantized
-        self._byte_rows = np.zeros(
-            max(rows, self.max_logit_rows) * byte_row_size.py_func(widest) if any_quantized else 0, np.uint8
-        )
+        byte_rows = rows if self._weights.format.quantized else 0
+        if self._weights.vocab_format.quantized or self._is_screened:
+            byte_rows = max(byte_rows, self.max_logit_rows)
+        self._byte_rows = np.zeros(byte_rows * byte_row_size.py_func(widest), np.uint8)
         self._max_parts = _MAX_PARTS_BYTES // (4 * (size["head_pad"] + 16))
         self._parts = np.zeros(self._max_parts * (size["head_pad"] + 16), np.float32)
         self._scratch = np.zeros(threads * size["scratch_size"], np.float32)
@@ -164,9 +173,13 @@ class CpuDecoder:
         self._hidden = np.zeros((rows, size["hidden_pad"]), act)
         self._logit_rows = np.zeros((self.max_logit_rows, size["hidden_pad"]), act)
         self._logits = np.zeros(0, np.float32)
-        tiles = -(-self.vocab_size // (TILE_COLUMNS * linear.ARGMAX_TILES))
-        self._best = np.zeros(tiles * self.max_logit_rows, np.float32)
-        self._best_id = np.zeros(tiles * self.max_logit_rows, np.int32)
+        self._argmax_tasks = -(-self.vocab_size // (TILE_COLUMNS * linear.ARGMAX_TILES))
+        candidates = self._argmax_tasks * self.max_logit_rows
+        self._best, self._best_id = np.zeros(candidates, np.float32), np.zeros(candidates, np.int32)
+        self._lower = np.zeros(candidates, np.float32)
+        self._upper = np.zeros(candidates * linear.ARGMAX_TILES, np.float32)
+        self._facts = np.zeros(self.max_logit_rows * screening.FACTS, np.float32)
+        self._counts = np.zeros(self._argmax_tasks, np.int32)
 
         self._addresses = np.zeros(forward.NUM_ADDRESSES, np.int64)
         for place, array in (
@@ -206,6 +219,13 @@ class CpuDecoder:
             (forward.VOCAB_SIZE, self.vocab_size),
             (forward.VOCAB_BEST, self._best.ctypes.data),
             (forward.VOCAB_BEST_ID, self._best_id.ctypes.data),
+            (forward.SCREEN_SIZES, self._screen_sizes.ctypes.data),
+            (forward.SCREEN_AT, self._weights.screen_at),
+            (forward.SCREEN_BOUNDS, self._weights.floats[self._weights.screen_bounds_at :].ctypes.data),
+            (forward.SCREEN_UPPER, self._upper.ctypes.data),
+            (forward.SCREEN_LOWER, self._lower.ctypes.data),
+            (forward.SCREEN_FACTS, self._facts.ctypes.data),
+            (forward.SCREEN_COUNTS, self._counts.ctypes.data),
         ):
             self._vocab_addresses[place] = value
 
@@ -216,13 +236,13 @@ class CpuDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads, output projection included."""
-        return int(self._weights.packed.nbytes)
+        """Bytes of weights that a step of greedy rows reads, output projection included."""
+        return self._weights.lm_head_at + self.vocab_weight_bytes
 
     @property
     def vocab_weight_bytes(self) -> int:
-        """The output projection's share of them."""
-        return self.weight_bytes - self._weights.lm_head_at
+        """The output projection's share of them, which is its copy where the arg-max is screened."""
+        return int(self._weights.packed.nbytes) - max(self._weights.lm_head_at, self._weights.screen_at)
 
     def describe_weights(self) -> str:
         """Return the weights' format, and with what quantised ones are multiplied."""
@@ -271,25 +291,33 @@ class CpuDecoder:
         if len(rows) * width > self._logits.size:
             self._logits = np.zeros(len(rows) * width, np.float32)
             self._vocab_addresses[forward.VOCAB_LOGITS] = self._logits.ctypes.data
-        self._vocabulary(rows, greedy=False)
+        self._vocabulary(rows, forward.LOGITS)
         return self._logits[: len(rows) * width].reshape(len(rows), width)[:, : self.vocab_size]
 
     def greedy(self, rows: Array) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return each row's most likely token, the lowest id on ties, and its logit; NaN where any logit is NaN."""
-        count = self._vocabulary(rows, greedy=True)
+        """Return each row's most likely token, the lowest id on ties, and its logit; NaN where any logit is NaN.
+
+        Cost: reads half of a bf16 embedding, where a CPU has VNNI, and what :mod:`~engine_v1.kernels.screening` leaves.
+        """
+        is_screened = self._is_screened and self._unscreened_steps == 0
+        self._unscreened_steps -= self._unscreened_steps > 0
+        self._vocabulary(rows, forward.SCREENED_ARGMAX if is_screened else forward.ARGMAX)
+        if is_screened:
+            share = int(self._counts.sum()) / (self._argmax_tasks * linear.ARGMAX_TILES)
+            if share > _MAX_CANDIDATES + _MAX_CANDIDATES_PER_ROW * len(rows):
+                self._unscreened_steps = _UNSCREENED_STEPS
         ids, values = np.empty(len(rows), np.int32), np.empty(len(rows), np.float32)
-        forward.pick_best(self._best, self._best_id, count, len(rows), ids, values)
+        forward.pick_best(self._best, self._best_id, self._argmax_tasks, len(rows), ids, values)
         return ids, values
 
-    def _vocabulary(self, rows: Array, *, greedy: bool) -> int:
+    def _vocabulary(self, rows: Array, task: int) -> None:
         if len(rows) > self.max_logit_rows:
             raise ValueError(f"{len(rows)} rows exceed max_logit_rows={self.max_logit_rows}")
         self._hidden.take(rows, 0, self._logit_rows[: len(rows)], "clip")
         self._vocab_addresses[forward.VOCAB_ROWS] = len(rows)
-        self._vocab_addresses[forward.VOCAB_GREEDY] = greedy
+        self._vocab_addresses[forward.VOCAB_TASK] = task
         self._vocab_sync.fill(0)
         run_parallel(self._vocabulary_entry, self._threads, self._vocab_addresses)
-        return -(-self.vocab_size // (TILE_COLUMNS * linear.ARGMAX_TILES))
 
 
 def row_dtype(dtype: torch.dtype) -> np.dtype[Any]:

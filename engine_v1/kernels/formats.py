@@ -65,6 +65,7 @@ INT8 = WeightFormat(
 )
 Q8_0 = WeightFormat("q8_0", BLOCK, 2 * EIGHT_BIT_VALUES + LINE_BYTES, EIGHT_BIT_VALUES, tile_q8_0, quantized=True)
 Q4_1 = WeightFormat("q4_1", BLOCK, 2 * FOUR_BIT_VALUES + 2 * LINE_BYTES, FOUR_BIT_VALUES, tile_q4_1, quantized=True)
+SCREEN_FORMAT = Q8_0  # of the copy in :mod:`engine_v1.kernels.screening`
 GGUF_FORMATS = {"Q8_0": Q8_0, "Q4_1": Q4_1}
 FORMATS = {form.name: form for form in (FLOAT32, BFLOAT16, INT8, Q8_0, Q4_1)}
 

@@ -11,6 +11,7 @@ from engine_v1.kernels.attention import UNIT_COLUMNS, attend, merge_parts, rope_
 from engine_v1.kernels.elementwise import rms_norm
 from engine_v1.kernels.intrinsics import (
     LANES,
+    TILE_COLUMNS,
     address,
     bf16_view,
     float_view,
@@ -22,9 +23,10 @@ from engine_v1.kernels.intrinsics import (
     store,
 )
 from engine_v1.kernels.jit import jit, kernel_part, native_function
-from engine_v1.kernels.linear import linear_add, linear_argmax, linear_silu_mul, linear_store
+from engine_v1.kernels.linear import ARGMAX_TILES, linear_add, linear_argmax, linear_silu_mul, linear_store
 from engine_v1.kernels.quantize import byte_row_size, quantize_row
 from engine_v1.kernels.schedule import claim, finish
+from engine_v1.kernels.screening import candidates_argmax, gather_bounds, measure_rows, screen
 
 PHASES_PER_LAYER = 11
 
@@ -51,7 +53,12 @@ Sizes = namedtuple("Sizes", (*SIZE_FIELDS, "score_factor"))  # noqa: PYI024  (Nu
 ) = range(30)  # fmt: skip
 NUM_ADDRESSES = 30
 # The same for the product with the vocabulary, where the sizes, weights and scratch keep their places.
-VOCAB_X, VOCAB_ROWS, VOCAB_AT, VOCAB_SIZE, VOCAB_GREEDY, VOCAB_LOGITS, VOCAB_BEST, VOCAB_BEST_ID = range(8, 16)
+(
+    VOCAB_X, VOCAB_ROWS, VOCAB_AT, VOCAB_SIZE, VOCAB_TASK, VOCAB_LOGITS, VOCAB_BEST, VOCAB_BEST_ID, SCREEN_SIZES,
+    SCREEN_AT, SCREEN_BOUNDS, SCREEN_UPPER, SCREEN_LOWER, SCREEN_FACTS, SCREEN_COUNTS,
+) = range(8, 23)  # fmt: skip
+# What VOCAB_TASK may be: all logits; the arg-max of all of them; the same, of those that can be it.
+LOGITS, ARGMAX, SCREENED_ARGMAX = range(3)
 # What a phase needs to take part in it: counters, and the thread's places in the scratch arrays.
 Context = namedtuple(  # noqa: PYI024
     "Context",
@@ -228,6 +235,9 @@ def decode_layers(ctx, m, a, act):  # type: ignore[no-untyped-def]
 @kernel_part
 def _vocabulary(ctx, m, a, act):  # type: ignore[no-untyped-def]
     """One thread's part of the product with the output embedding: logits, or each task's best candidate."""
+    if a[VOCAB_TASK] == SCREENED_ARGMAX:
+        _screened(ctx, m, a, act)
+        return
     hidden = act(a[VOCAB_X], 1)
     rows, size = a[VOCAB_ROWS], a[VOCAB_SIZE]
     byte_rows = a[BYTE_ROWS] if m.quantized else 0
@@ -235,13 +245,36 @@ def _vocabulary(ctx, m, a, act):  # type: ignore[no-untyped-def]
         quantize_rows(ctx, 0, rows, m.hidden_pad, hidden, byte_rows)
     x, x_bytes, steps = _operands(m, hidden, m.hidden_size, byte_rows)
     w = a[WEIGHTS] + a[VOCAB_AT]
-    if a[VOCAB_GREEDY] == 1:
+    if a[VOCAB_TASK] == ARGMAX:
         linear_argmax(
             ctx, 1, x, x_bytes, rows, w, size, steps, float_view(a[VOCAB_BEST], 1), int32_view(a[VOCAB_BEST_ID], 1)
         )
     else:
         tiles = (size + 31) // 32
         linear_store(ctx, 1, x, x_bytes, rows, w, tiles, steps, float_view(a[VOCAB_LOGITS], 1), tiles * 32)
+
+
+@kernel_part
+def _screened(ctx, m, a, act):  # type: ignore[no-untyped-def]
+    """One thread's part of the arg-max that reads the output embedding's copy, and of itself what it must."""
+    hidden = act(a[VOCAB_X], 1)
+    rows, size = a[VOCAB_ROWS], a[VOCAB_SIZE]
+    copy = unpack_sizes(int64_view(a[SCREEN_SIZES], 1), float_view(a[SCALARS], 1))
+    copy_ctx = make_context(ctx.thread, ctx.threads, a, copy, act)
+    upper, lower, facts = float_view(a[SCREEN_UPPER], 1), float_view(a[SCREEN_LOWER], 1), float_view(a[SCREEN_FACTS], 1)
+    measure_rows(ctx, 0, rows, m.hidden_pad, hidden, a[BYTE_ROWS], facts)
+    x, x_bytes, steps = _operands(copy, hidden, m.hidden_pad, a[BYTE_ROWS])
+    screen(
+        copy_ctx, 1, x, x_bytes, facts, rows, a[WEIGHTS] + a[SCREEN_AT], size, steps, float_view(a[SCREEN_BOUNDS], 1),
+        upper, lower,
+    )  # fmt: skip
+    tasks = (size + TILE_COLUMNS * ARGMAX_TILES - 1) // (TILE_COLUMNS * ARGMAX_TILES)
+    gather_bounds(ctx, 2, tasks, rows, lower, facts)
+    x, x_bytes, steps = _operands(m, hidden, m.hidden_size, 0)
+    candidates_argmax(
+        ctx, 3, x, x_bytes, rows, a[WEIGHTS] + a[VOCAB_AT], size, steps, upper, facts, float_view(a[VOCAB_BEST], 1),
+        int32_view(a[VOCAB_BEST_ID], 1), int32_view(a[SCREEN_COUNTS], 1),
+    )  # fmt: skip
 
 
 def forward_bf16(thread, threads, arguments):  # type: ignore[no-untyped-def]

@@ -30,7 +30,7 @@ ARGMAX_TILES = 16
 
 
 @kernel_part(forceinline=True)
-def _block_rows(rows):  # type: ignore[no-untyped-def]
+def block_rows(rows):  # type: ignore[no-untyped-def]
     """Rows per tile: as even as can be, at most 12. 13 rows -> 7 + 6."""
     blocks = (rows + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
     return (rows + blocks - 1) // blocks
@@ -47,12 +47,13 @@ def _chunks(rows):  # type: ignore[no-untyped-def]
 
 
 @kernel_part(forceinline=True)
-def _tile_bytes(ctx, steps):  # type: ignore[no-untyped-def]
+def bytes_of_tile(ctx, steps):  # type: ignore[no-untyped-def]
+    """Extent of a tile of so many steps along k."""
     return steps * ctx.step_bytes + ctx.tail_bytes
 
 
 @kernel_part(forceinline=True)
-def _point(ctx, start):  # type: ignore[no-untyped-def]
+def point(ctx, start):  # type: ignore[no-untyped-def]
     """Let the thread's table name the two vectors of a tile, and what to fetch meanwhile."""
     for vector in range(2):
         at = start + vector * ctx.half_bytes
@@ -61,7 +62,7 @@ def _point(ctx, start):  # type: ignore[no-untyped-def]
 
 
 @kernel_part(forceinline=True)
-def _product(ctx, rows, x, x_bytes, steps, out, out_at, out_stride):  # type: ignore[no-untyped-def]
+def product(ctx, rows, x, x_bytes, steps, out, out_at, out_stride):  # type: ignore[no-untyped-def]
     """Multiply `rows` rows with the tile that the thread's table names."""
     tile(
         ctx.linear_tile, rows, 2, x, x_bytes, address(ctx.table, ctx.table_at), 0, 16, 1, steps, ctx.step_bytes,
@@ -72,7 +73,7 @@ def _product(ctx, rows, x, x_bytes, steps, out, out_at, out_stride):  # type: ig
 @kernel_part
 def linear_store(ctx, phase, x, x_bytes, rows, w, tiles, steps, out, out_stride):  # type: ignore[no-untyped-def]
     """out[m, n] = sum over k of x[m, k] * w[n, k], float32."""
-    tile_bytes = _tile_bytes(ctx, steps)
+    tile_bytes = bytes_of_tile(ctx, steps)
     chunks = _chunks(rows)
     total = tiles * chunks
     done = 0
@@ -80,12 +81,12 @@ def linear_store(ctx, phase, x, x_bytes, rows, w, tiles, steps, out, out_stride)
     while task >= 0:
         n = task // chunks
         m, last = _row_share(rows, chunks, task % chunks)
-        size = _block_rows(last - m)
-        _point(ctx, w + n * tile_bytes)
+        size = block_rows(last - m)
+        point(ctx, w + n * tile_bytes)
         while m < last:
             lines = min(size, last - m)
             at = m * out_stride + n * TILE_COLUMNS
-            _product(ctx, lines, x + m * x_bytes, x_bytes, steps, out, at, out_stride)
+            product(ctx, lines, x + m * x_bytes, x_bytes, steps, out, at, out_stride)
             m += lines
         done += 1
         task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
@@ -95,7 +96,7 @@ def linear_store(ctx, phase, x, x_bytes, rows, w, tiles, steps, out, out_stride)
 @kernel_part
 def linear_add(ctx, phase, x, x_bytes, rows, w, tiles, steps, bias, bias_at, out, out_stride):  # type: ignore[no-untyped-def]
     """out[m, n] += bias[n] + sum over k of x[m, k] * w[n, k]; a negative bias_at stands for no bias."""
-    tile_bytes = _tile_bytes(ctx, steps)
+    tile_bytes = bytes_of_tile(ctx, steps)
     chunks = _chunks(rows)
     total = tiles * chunks
     done = 0
@@ -103,11 +104,11 @@ def linear_add(ctx, phase, x, x_bytes, rows, w, tiles, steps, bias, bias_at, out
     while task >= 0:
         n = task // chunks
         m, last = _row_share(rows, chunks, task % chunks)
-        size = _block_rows(last - m)
-        _point(ctx, w + n * tile_bytes)
+        size = block_rows(last - m)
+        point(ctx, w + n * tile_bytes)
         while m < last:
             lines = min(size, last - m)
-            _product(ctx, lines, x + m * x_bytes, x_bytes, steps, ctx.scratch, ctx.scratch_at, TILE_COLUMNS)
+            product(ctx, lines, x + m * x_bytes, x_bytes, steps, ctx.scratch, ctx.scratch_at, TILE_COLUMNS)
             for i in range(lines):
                 for j in range(0, TILE_COLUMNS, LANES):
                     at = (m + i) * out_stride + n * TILE_COLUMNS + j
@@ -124,7 +125,7 @@ def linear_add(ctx, phase, x, x_bytes, rows, w, tiles, steps, bias, bias_at, out
 @kernel_part
 def linear_silu_mul(ctx, phase, x, x_bytes, rows, w, tiles, steps, bias, bias_at, out, out_stride):  # type: ignore[no-untyped-def]
     """out[m, n] = silu(gate[m, n]) * up[m, n]; w and bias hold a tile of gate's, one of up's, and so on."""
-    tile_bytes = _tile_bytes(ctx, steps)
+    tile_bytes = bytes_of_tile(ctx, steps)
     chunks = _chunks(rows)
     total = tiles * chunks
     width = 2 * TILE_COLUMNS
@@ -133,14 +134,14 @@ def linear_silu_mul(ctx, phase, x, x_bytes, rows, w, tiles, steps, bias, bias_at
     while task >= 0:
         n = task // chunks
         m, last = _row_share(rows, chunks, task % chunks)
-        size = _block_rows(last - m)
+        size = block_rows(last - m)
         start = w + 2 * n * tile_bytes
         while m < last:
             lines = min(size, last - m)
             for part in range(2):
-                _point(ctx, start + part * tile_bytes)
+                point(ctx, start + part * tile_bytes)
                 at = ctx.scratch_at + part * TILE_COLUMNS
-                _product(ctx, lines, x + m * x_bytes, x_bytes, steps, ctx.scratch, at, width)
+                product(ctx, lines, x + m * x_bytes, x_bytes, steps, ctx.scratch, at, width)
             for i in range(lines):
                 for j in range(0, TILE_COLUMNS, LANES):
                     at = ctx.scratch_at + i * width + j
@@ -163,37 +164,43 @@ def linear_argmax(ctx, phase, x, x_bytes, rows, w, size, steps, best, best_id): 
     The candidate's value is NaN where any output of its range is. Outputs from `size` on are padding.
     best: float32[tasks * rows], best_id: int32[tasks * rows].
     """
-    tile_bytes = _tile_bytes(ctx, steps)
+    tile_bytes = bytes_of_tile(ctx, steps)
     tiles = (size + TILE_COLUMNS - 1) // TILE_COLUMNS
     total = (tiles + ARGMAX_TILES - 1) // ARGMAX_TILES
     state = ctx.scratch_at + MAX_TILE_ROWS * TILE_COLUMNS  # per row: largest, index, NaN marks; sixteen lanes each
-    block = _block_rows(rows)
+    block = block_rows(rows)
     done = 0
     task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
     while task >= 0:
         for m in range(rows):
-            store(ctx.scratch, state + m * 3 * LANES, splat(-np.inf))
-            store(ctx.scratch, state + (m * 3 + 1) * LANES, splat(2.0**24))
-            store(ctx.scratch, state + (m * 3 + 2) * LANES, splat(0.0))
+            clear_best(ctx, state + m * 3 * LANES)
         end = min(tiles, (task + 1) * ARGMAX_TILES)
         for n in range(task * ARGMAX_TILES, end):
-            _point(ctx, w + n * tile_bytes)
+            point(ctx, w + n * tile_bytes)
             for m in range(0, rows, block):
                 lines = min(block, rows - m)
-                _product(ctx, lines, x + m * x_bytes, x_bytes, steps, ctx.scratch, ctx.scratch_at, TILE_COLUMNS)
+                product(ctx, lines, x + m * x_bytes, x_bytes, steps, ctx.scratch, ctx.scratch_at, TILE_COLUMNS)
                 for i in range(lines):
                     for j in range(0, TILE_COLUMNS, LANES):
                         at = ctx.scratch_at + i * TILE_COLUMNS + j
-                        _update_best(ctx, state + (m + i) * 3 * LANES, at, n * TILE_COLUMNS + j, size)
+                        update_best(ctx, state + (m + i) * 3 * LANES, at, n * TILE_COLUMNS + j, size)
         for m in range(rows):
-            _reduce_best(ctx, state + m * 3 * LANES, task * rows + m, best, best_id)
+            reduce_best(ctx, state + m * 3 * LANES, task * rows + m, best, best_id)
         done += 1
         task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
     finish(ctx.sync, ctx.threads, phase, done, total)
 
 
 @kernel_part(forceinline=True)
-def _update_best(ctx, state, values, first, size):  # type: ignore[no-untyped-def]
+def clear_best(ctx, state):  # type: ignore[no-untyped-def]
+    """Begin a row's state: nothing was seen."""
+    store(ctx.scratch, state, splat(-np.inf))
+    store(ctx.scratch, state + LANES, splat(2.0**24))
+    store(ctx.scratch, state + 2 * LANES, splat(0.0))
+
+
+@kernel_part(forceinline=True)
+def update_best(ctx, state, values, first, size):  # type: ignore[no-untyped-def]
     """Take sixteen outputs, of which `first` is the index of the first, into a row's state."""
     v = load(ctx.scratch, values)
     if first + LANES > size:
@@ -207,7 +214,8 @@ def _update_best(ctx, state, values, first, size):  # type: ignore[no-untyped-de
 
 
 @kernel_part
-def _reduce_best(ctx, state, at, best, best_id):  # type: ignore[no-untyped-def]
+def reduce_best(ctx, state, at, best, best_id):  # type: ignore[no-untyped-def]
+    """Write down the largest output that a row's state has seen, and its index."""
     value = ctx.scratch[state]
     index = ctx.scratch[state + LANES]
     for lane in range(1, LANES):

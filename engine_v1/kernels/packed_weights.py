@@ -10,12 +10,13 @@ import torch
 from numba import prange, types
 
 from engine_v1.kernels import forward
-from engine_v1.kernels.formats import GGUF_FORMATS, INT8, WeightFormat, float_format, padded
-from engine_v1.kernels.intrinsics import TILE_COLUMNS
+from engine_v1.kernels.formats import GGUF_FORMATS, INT8, SCREEN_FORMAT, WeightFormat, float_format, padded
+from engine_v1.kernels.intrinsics import HAS_INT8_DOT, TILE_COLUMNS
 from engine_v1.kernels.jit import jit, warmup
 from engine_v1.kernels.parallel import parallel_entry
 from engine_v1.kernels.quantize import ZERO_POINT, quantize_weight
 from engine_v1.kernels.quantized_tiles import BLOCK
+from engine_v1.kernels.screening import make_copy
 from engine_v1.models.gguf_checkpoint import GgufMatrix
 
 Array = npt.NDArray[Any]
@@ -75,6 +76,8 @@ class PackedWeights:
     final_norm_at: int  # in `floats`
     format: WeightFormat  # of the layers
     vocab_format: WeightFormat  # of the output embedding
+    screen_at: int = -1  # in `packed`: the output embedding's copy for :mod:`~engine_v1.kernels.screening`, or -1
+    screen_bounds_at: int = -1  # in `floats`
 
     @property
     def quantized(self) -> bool:
@@ -139,9 +142,10 @@ class _Packer:
         ]  # fmt: skip
         layer_bytes = sum(self._format.size_bytes(n, k) for n, k in shapes)
         # Zeros come from the operating system as large pages where it has them, which streaming needs.
-        self._packed = np.zeros(
-            len(model.layers) * layer_bytes + self._vocab_format.size_bytes(config.vocab_size, hidden), np.uint8
-        )
+        vocab_bytes = self._vocab_format.size_bytes(config.vocab_size, hidden)
+        is_screened = can_screen(self._vocab_format, hidden)
+        copy_bytes = SCREEN_FORMAT.size_bytes(config.vocab_size, hidden) if is_screened else 0
+        self._packed = np.zeros(len(model.layers) * layer_bytes + vocab_bytes + copy_bytes, np.uint8)
         layers: npt.NDArray[np.int64] = np.full((len(model.layers), forward.LAYER_COLUMNS), -1, np.int64)
         at = 0
         for index, (row, layer) in enumerate(zip(layers, model.layers, strict=True)):
@@ -155,8 +159,26 @@ class _Packer:
         head = "lm_head" if model.lm_head is not model.embed else "model.embed_tokens"
         self._pack(self._vocab_format, model.lm_head, [f"{head}.weight"], at, hidden, every, np.arange(hidden))
         final_norm_at = self._add_floats(model.norm, np.arange(hidden), padded(hidden))
-        floats = np.concatenate(self._floats)
-        return PackedWeights(self._packed, layers, floats, at, final_norm_at, self._format, self._vocab_format)
+        screen_at, screen_bounds_at = -1, -1
+        if is_screened:
+            screen_at = at + vocab_bytes
+            screen_bounds_at = self._add_copy(model.lm_head, screen_at)
+        return PackedWeights(
+            self._packed, layers, np.concatenate(self._floats), at, final_norm_at, self._format, self._vocab_format,
+            screen_at, screen_bounds_at,
+        )  # fmt: skip
+
+    def _add_copy(self, weight: torch.Tensor, at: int) -> int:
+        """Pack a copy of the output embedding to screen with at byte `at`; return where its bounds are."""
+        tiles = self._packed[at:].reshape(-1, SCREEN_FORMAT.tile_bytes(weight.shape[1]))
+
+        def pack(blocks: npt.NDArray[np.uint8], outputs: Array) -> None:
+            first = int(outputs[0]) // TILE_COLUMNS
+            last = -(-int(outputs[-1] + 1) // TILE_COLUMNS)
+            pack_blocks(blocks, tiles[first:last], outputs - first * TILE_COLUMNS, four_bits=False)
+
+        bounds = make_copy(weight, pack)
+        return self._add_floats(torch.from_numpy(bounds.reshape(-1)), np.arange(bounds.size), bounds.size)
 
     def _formats(self, quantization: str | None) -> tuple[WeightFormat, WeightFormat]:
         """Return the formats of the layers and of the output embedding."""
@@ -262,6 +284,11 @@ class _Packer:
         self._floats.append(values)
         self._num_floats += size
         return self._num_floats - size
+
+
+def can_screen(form: WeightFormat, inputs: int) -> bool:
+    """Say whether the arg-max over an embedding of a format is found by screening: where that is quicker."""
+    return HAS_INT8_DOT and not form.quantized and inputs % BLOCK == 0
 
 
 _PARTS = (

@@ -1,5 +1,7 @@
 """Quantising: rows to 8 bits while a step runs, weights to 8 bits once."""
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -8,6 +10,7 @@ from engine_v1.kernels.intrinsics import (
     absolute,
     finite_or_zero,
     float_view,
+    fma,
     int32_view,
     load,
     maximum,
@@ -34,7 +37,8 @@ def byte_row_size(size):  # type: ignore[no-untyped-def]
 def quantize_row(x, at, size, out):  # type: ignore[no-untyped-def]
     """Write a row as int8 in blocks of 32 values with a scale each, its largest magnitude / 127.
 
-    A block with a NaN or an infinity gets a NaN scale: whatever is computed of the row is NaN.
+    A block with a NaN or an infinity gets a NaN scale: whatever is computed of the row is NaN. Returns the row's norm,
+    and that of what rounding took from it.
 
     Args:
         x: act[...], a flat array, the row at `at`.
@@ -43,6 +47,8 @@ def quantize_row(x, at, size, out):  # type: ignore[no-untyped-def]
             float32 sums times scales.
     """
     blocks = size // BLOCK
+    squares = splat(0.0)
+    lost = splat(0.0)
     scales = float_view(out + size, 1)
     zeros = int32_view(out + size + 4 * blocks, 1)
     sums = float_view(out + size + 8 * blocks, 1)
@@ -55,15 +61,21 @@ def quantize_row(x, at, size, out):  # type: ignore[no-untyped-def]
         top = reduce_max(maximum(absolute(a), absolute(b)))
         usable = reduce_max(marks) == 0.0
         factor = splat(np.float32(127.0) / top if usable and top > 0.0 else np.float32(0.0))
+        squares = fma(a, a, fma(b, b, squares))
+        scale = top / np.float32(127.0) if usable else np.float32(np.nan)
+        rest_a, rest_b = a, b
         a = nearest_integer(finite_or_zero(a * factor))
         b = nearest_integer(finite_or_zero(b * factor))
+        rest_a = fma(a, splat(-scale), rest_a)
+        rest_b = fma(b, splat(-scale), rest_b)
+        lost = fma(rest_a, rest_a, fma(rest_b, rest_b, lost))
         store_int8(out + i, a)
         store_int8(out + i + 16, b)
         total = reduce_add(a + b)  # of whole numbers, exact
-        scale = top / np.float32(127.0) if usable else np.float32(np.nan)
         zeros[block] = np.int32(total * np.float32(-ZERO_POINT))
         scales[block] = scale
         sums[block] = total * scale
+    return math.sqrt(reduce_add(squares)), math.sqrt(reduce_add(lost))
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
