@@ -2,13 +2,15 @@
 
 A decode step reads every weight once, whatever the number of its rows, so it can't be shorter than weights-bytes over
 the bandwidth at which memory is read: the limit, measured in the same run. Drafts are rows of such a step; they are
-nearly free as long as it stays near the limit.
+nearly free as long as it stays near the limit. Where the arg-max is screened, a step of greedy rows reads a tenth less
+than all weights, and the limit is still that of all.
 
 Measured is the whole of `EngineCore.step`: n-gram lookup, schedule, layout, forward pass, arg-max, verification and
 bookkeeping; not the detokenizer. A scripted proposer does the real lookup and then replaces its drafts, so that every
 step has the number of rows asked for. Up to 6 rows are shown twice: as one request with drafts, all of them rejected,
-and as so many requests. Prompts are not computed: the KV cache is filled with random numbers, since a step's time does
-not depend on its values. `context` is the keys that the last row of the last step sees.
+and as so many requests. Prompts are not computed: the KV cache is filled with random numbers, since a step's time
+hardly depends on its values (screening leaves more to compute of nonsense than of text). `context` is the keys that the
+last row of the last step sees.
 """
 
 import argparse
@@ -85,10 +87,11 @@ class Samples:
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a step reads."""
+    """What there is to read."""
 
-    weights: int  # the output projection included
-    head: int  # of them, the output projection
+    weights: int  # all of them
+    layers: int  # without the output projection
+    head: int  # what a step of greedy rows reads of the output projection, or of a smaller copy
     kv_per_token: int
 
     def kv(self, cell: Cell) -> int:
@@ -211,11 +214,12 @@ class Engine:
         self.core.proposer = self._proposer
         _fill_cache(backend)
         num_slots = self.core.scheduler.kv_cache.block_pool.num_usable_blocks * BLOCK_SIZE + BLOCK_SIZE
-        weights = backend.decoder.weight_bytes
+        decoder = backend.decoder
         self.bytes = ModelBytes(
-            weights=weights,
-            head=backend.decoder.vocab_weight_bytes,
-            kv_per_token=backend.decoder.kv_cache_bytes // num_slots,
+            weights=decoder.weight_bytes,
+            layers=decoder.greedy_weight_bytes - decoder.greedy_vocab_bytes,
+            head=decoder.greedy_vocab_bytes,
+            kv_per_token=decoder.kv_cache_bytes // num_slots,
         )
         self._stopwatch = self._watch_parts() if profile else None
 
@@ -316,7 +320,7 @@ def cell_figures(cell: Cell, samples: Samples, sizes: ModelBytes, bytes_per_s: f
     }
     if samples.part_s:
         figures["parts_ms"] = parts_ms(samples)
-        layers = sizes.weights - sizes.head + sizes.kv(cell)
+        layers = sizes.layers + sizes.kv(cell)
         for name, num_bytes, part in (("forward", layers, "forward"), ("sample", sizes.head, "sample")):
             seconds = statistics.median(samples.part_s[part])
             figures[f"{name}_gb_per_s"] = round(num_bytes / seconds / 1e9, 2)
@@ -436,7 +440,8 @@ def main() -> None:
 
     limit_ms = engine.bytes.weights / bandwidth.best * 1e3
     print(
-        f"{args.model}, {args.quantization or args.dtype}: {engine.bytes.weights / 1e6:.1f} MB of weights a step, "
+        f"{args.model}, {args.quantization or args.dtype}: {engine.bytes.weights / 1e6:.1f} MB of weights, "
+        f"{(engine.bytes.layers + engine.bytes.head) / 1e6:.1f} of them read in a step of greedy rows, "
         f"{engine.bytes.kv_per_token} bytes of keys and values a token\n"
         f"read bandwidth {bandwidth.best / 1e9:.1f} GB/s, the best of {len(bandwidth.passes)} passes "
         f"(median {statistics.median(bandwidth.passes) / 1e9:.1f}): the limit is {limit_ms:.2f} ms\n"
@@ -452,6 +457,7 @@ def main() -> None:
         "steps": len(samples[fitting[0]].step_s),
         "read_bandwidth_gb_per_s": round(bandwidth.best / 1e9, 2),
         "weight_bytes": engine.bytes.weights,
+        "weight_bytes_read": engine.bytes.layers + engine.bytes.head,
         "limit_ms": round(limit_ms, 3),
         "kv_bytes_per_token": engine.bytes.kv_per_token,
         "cells": lines,

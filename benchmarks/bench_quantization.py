@@ -172,7 +172,7 @@ def main() -> None:
     for form in forms:
         figures = form.quality.figures()
         one, six = (statistics.median(form.seconds[rows]) for rows in (1, 6))
-        weight_bytes = form.decoder.weight_bytes
+        weight_bytes = form.decoder.greedy_weight_bytes
         figures |= {"weight_bytes": weight_bytes, "step_1_ms": one * 1e3, "step_6_ms": six * 1e3}
         figures["ratio_to_limit_1"] = one * bandwidth.best / weight_bytes
         result["forms"][form.name] = figures

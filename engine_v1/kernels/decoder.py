@@ -236,12 +236,17 @@ class CpuDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step of greedy rows reads, output projection included."""
-        return self._weights.lm_head_at + self.vocab_weight_bytes
+        """Bytes of weights, output projection included: what a step reads if any row wants its logits."""
+        return int(self._weights.screen_at if self._is_screened else self._weights.packed.nbytes)
 
     @property
-    def vocab_weight_bytes(self) -> int:
-        """The output projection's share of them, which is its copy where the arg-max is screened."""
+    def greedy_weight_bytes(self) -> int:
+        """What a step of greedy rows reads: of the output projection its copy, where the arg-max is screened."""
+        return self._weights.lm_head_at + self.greedy_vocab_bytes
+
+    @property
+    def greedy_vocab_bytes(self) -> int:
+        """The output projection's share of that."""
         return int(self._weights.packed.nbytes) - max(self._weights.lm_head_at, self._weights.screen_at)
 
     def describe_weights(self) -> str:

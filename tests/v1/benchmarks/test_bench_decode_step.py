@@ -20,7 +20,9 @@ def make_line(script):
         cell = script.Cell(context, num_requests, num_drafts)
         parts = {name: [ms / 1e3 for ms in values] for name, values in (part_ms or {}).items()}
         samples = script.Samples([ms / 1e3 for ms in step_ms], parts)
-        return script.cell_figures(cell, samples, script.ModelBytes(1_000_000, 250_000, 1_000), bytes_per_s=1e9)
+        return script.cell_figures(
+            cell, samples, script.ModelBytes(1_000_000, 750_000, 250_000, 1_000), bytes_per_s=1e9
+        )
 
     return make
 
@@ -88,7 +90,7 @@ class TestFigures:
 
     def test_drafts_share_their_requests_keys(self, script):
         """They add rows, not reads of the cache."""
-        sizes = script.ModelBytes(1, 0, kv_per_token=10)
+        sizes = script.ModelBytes(1, 1, 0, kv_per_token=10)
         assert sizes.kv(script.Cell(100, 1, 5)) == sizes.kv(script.Cell(100, 1, 0)) == 1_000
         assert sizes.kv(script.Cell(100, 6, 0)) == 6_000
 
