@@ -116,7 +116,8 @@ def test_a_model_that_cannot_be_timed_is_used_all_the_same(tmp_path, monkeypatch
     monkeypatch.setattr(engine_core, "measure_step_times", fail)
     model = write_successor_model(tmp_path, cycle_successor, letter_tokenizer())
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    with LLM(str(model), dtype="float32", speculative_config={"method": "ngram"}) as llm:
+    config = {"method": "ngram", "num_speculative_tokens": 5}
+    with LLM(str(model), dtype="float32", speculative_config=config) as llm:
         (output,) = llm.generate([{"prompt_token_ids": CYCLE_PROMPT}], params, use_tqdm=False)
     assert output.outputs[0].token_ids == [3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4]
     assert output.outputs[0].spec_decode_metrics.per_step_drafted == [0, 5, 4]
