@@ -187,7 +187,7 @@ class SpeculativeConfig:
     """
 
     method: str = "ngram"
-    num_speculative_tokens: int = 10  # draft tokens per request and step, at most
+    num_speculative_tokens: int = _DEFAULT_SPECULATIVE_TOKENS["ngram"]  # draft tokens per request and step, at most
     prompt_lookup_max: int = _DEFAULT_LOOKUP_MAX
     prompt_lookup_min: int = _DEFAULT_LOOKUP_MIN
     prompt_lookup_tie: str = "latest"  # which of several earlier occurrences: "latest" or "earliest"

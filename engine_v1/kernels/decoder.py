@@ -102,6 +102,7 @@ class CpuDecoder:
         self._unscreened_steps = 0  # to come, since screening left too much to compute
         self._scalars = np.array([config.rms_norm_eps, model.scale * attention.LOG2_E], np.float32)
         self._allocate(model, num_blocks)
+        self._fill_addresses()
 
     def _fill_sizes(
         self,
@@ -181,6 +182,8 @@ class CpuDecoder:
         self._facts = np.zeros(self.max_logit_rows * screening.FACTS, np.float32)
         self._counts = np.zeros(self._argmax_tasks, np.int32)
 
+    def _fill_addresses(self) -> None:
+        """Tell the kernels where everything is."""
         self._addresses = np.zeros(forward.NUM_ADDRESSES, np.int64)
         for place, array in (
             (forward.SIZES, self._sizes),
