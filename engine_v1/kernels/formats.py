@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from engine_v1.kernels.compact_tiles import GROUP_BYTES, GROUP_VALUES, HEAD_BYTES, tile_compact
 from engine_v1.kernels.intrinsics import LANES, TILE_COLUMNS
 from engine_v1.kernels.jit import native_function
 from engine_v1.kernels.quantized_tiles import (
@@ -60,6 +61,8 @@ class WeightFormat:
 _VECTOR = LANES * 4
 FLOAT32 = WeightFormat("float32", 1, 2 * _VECTOR, _VECTOR, tile_f32)
 BFLOAT16 = WeightFormat("bfloat16", 2, 2 * _VECTOR, _VECTOR, tile_bf16)
+# What is called the tail stands in front: of a tile's extent only the sum matters.
+COMPACT = WeightFormat("compact bfloat16", GROUP_VALUES, GROUP_BYTES, 0, tile_compact, tail_bytes=HEAD_BYTES)
 INT8 = WeightFormat(
     "int8", BLOCK, 2 * EIGHT_BIT_VALUES, EIGHT_BIT_VALUES, tile_int8, tail_bytes=4 * TILE_COLUMNS, quantized=True
 )
@@ -67,7 +70,7 @@ Q8_0 = WeightFormat("q8_0", BLOCK, 2 * EIGHT_BIT_VALUES + LINE_BYTES, EIGHT_BIT_
 Q4_1 = WeightFormat("q4_1", BLOCK, 2 * FOUR_BIT_VALUES + 2 * LINE_BYTES, FOUR_BIT_VALUES, tile_q4_1, quantized=True)
 SCREEN_FORMAT = Q8_0  # of the copy in :mod:`engine_v1.kernels.screening`
 GGUF_FORMATS = {"Q8_0": Q8_0, "Q4_1": Q4_1}
-FORMATS = {form.name: form for form in (FLOAT32, BFLOAT16, INT8, Q8_0, Q4_1)}
+FORMATS = {form.name: form for form in (FLOAT32, BFLOAT16, COMPACT, INT8, Q8_0, Q4_1)}
 
 
 def float_format(act: np.dtype[Any]) -> WeightFormat:

@@ -10,7 +10,17 @@ import torch
 from numba import prange, types
 
 from engine_v1.kernels import forward
-from engine_v1.kernels.formats import GGUF_FORMATS, INT8, SCREEN_FORMAT, WeightFormat, float_format, padded
+from engine_v1.kernels.compact_tiles import compact, is_compressible
+from engine_v1.kernels.formats import (
+    BFLOAT16,
+    COMPACT,
+    GGUF_FORMATS,
+    INT8,
+    SCREEN_FORMAT,
+    WeightFormat,
+    float_format,
+    padded,
+)
 from engine_v1.kernels.intrinsics import HAS_INT8_DOT, TILE_COLUMNS
 from engine_v1.kernels.jit import jit, warmup
 from engine_v1.kernels.parallel import parallel_entry
@@ -120,7 +130,7 @@ class _Packer:
         self._act = act
         self._config = config
         self._blocks = blocks
-        self._format, self._vocab_format = self._formats(quantization)
+        self._format, self._vocab_format = self._formats(model, quantization)
         head_pad = padded(config.head_dim)
         heads = config.num_attention_heads
         self._all_heads = heads + 2 * config.num_key_value_heads
@@ -128,6 +138,7 @@ class _Packer:
         self._head_rows = np.concatenate([h * head_pad + np.arange(config.head_dim) for h in range(self._all_heads)])
         self._q_columns = self._head_rows[: heads * config.head_dim]
         self._packed: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._records_end = 0  # where the next records of compact tiles go, behind everything else
         self._floats: list[Array] = []
         self._num_floats = 0
 
@@ -141,11 +152,12 @@ class _Packer:
             (2 * padded(inter), hidden), (hidden, padded(inter)),
         ]  # fmt: skip
         layer_bytes = sum(self._format.size_bytes(n, k) for n, k in shapes)
-        # Zeros come from the operating system as large pages where it has them, which streaming needs.
         vocab_bytes = self._vocab_format.size_bytes(config.vocab_size, hidden)
         is_screened = can_screen(self._vocab_format, hidden)
         copy_bytes = SCREEN_FORMAT.size_bytes(config.vocab_size, hidden) if is_screened else 0
-        self._packed = np.zeros(len(model.layers) * layer_bytes + vocab_bytes + copy_bytes, np.uint8)
+        self._records_end = len(model.layers) * layer_bytes + vocab_bytes + copy_bytes
+        spare = self._records_end // 16 if COMPACT in (self._format, self._vocab_format) else 0
+        self._packed = aligned_zeros(self._records_end + spare)
         layers: npt.NDArray[np.int64] = np.full((len(model.layers), forward.LAYER_COLUMNS), -1, np.int64)
         at = 0
         for index, (row, layer) in enumerate(zip(layers, model.layers, strict=True)):
@@ -164,13 +176,14 @@ class _Packer:
             screen_at = at + vocab_bytes
             screen_bounds_at = self._add_copy(model.lm_head, screen_at)
         return PackedWeights(
-            self._packed, layers, np.concatenate(self._floats), at, final_norm_at, self._format, self._vocab_format,
-            screen_at, screen_bounds_at,
+            self._packed[: self._records_end], layers, np.concatenate(self._floats), at, final_norm_at, self._format,
+            self._vocab_format, screen_at, screen_bounds_at,
         )  # fmt: skip
 
     def _add_copy(self, weight: torch.Tensor, at: int) -> int:
         """Pack a copy of the output embedding to screen with at byte `at`; return where its bounds are."""
-        tiles = self._packed[at:].reshape(-1, SCREEN_FORMAT.tile_bytes(weight.shape[1]))
+        tile_bytes = SCREEN_FORMAT.tile_bytes(weight.shape[1])
+        tiles = self._packed[at : at + SCREEN_FORMAT.size_bytes(*weight.shape)].reshape(-1, tile_bytes)
 
         def pack(blocks: npt.NDArray[np.uint8], outputs: Array) -> None:
             first = int(outputs[0]) // TILE_COLUMNS
@@ -180,10 +193,12 @@ class _Packer:
         bounds = make_copy(weight, pack)
         return self._add_floats(torch.from_numpy(bounds.reshape(-1)), np.arange(bounds.size), bounds.size)
 
-    def _formats(self, quantization: str | None) -> tuple[WeightFormat, WeightFormat]:
+    def _formats(self, model: DecoderModel, quantization: str | None) -> tuple[WeightFormat, WeightFormat]:
         """Return the formats of the layers and of the output embedding."""
         if quantization != "gguf":
             form = INT8 if quantization == "int8" else float_format(self._act)
+            if form is BFLOAT16 and is_compressible(as_numpy(model.layers[0].gate_up_weight, self._act)):
+                form = COMPACT
             return form, form
         assert self._blocks is not None, "gguf blocks come with the model"
         kinds: dict[bool, set[str]] = {True: set(), False: set()}
@@ -253,11 +268,29 @@ class _Packer:
             pack_int8(weight.detach(), tiles[first::tile_step], rows, columns)
             return
         values = as_numpy(weight, self._act)
+        places = (rows.astype(np.int64), columns.astype(np.int64))
+        if form is COMPACT:
+            own = tiles[first::tile_step]
+            plain_bytes = BFLOAT16.tile_bytes(padded(inputs, COMPACT.step_values))
+            plain: Array = np.zeros((len(own), plain_bytes), np.uint8).view(np.uint16)
+            with parallel_entry:
+                pack_into(values, plain, 1, 0, BFLOAT16.step_values, *places)
+            self._add_compact(plain, own, at + first * tile_bytes)
+            return
         with parallel_entry:
-            pack_into(
-                values, tiles.view(values.dtype), tile_step, first, form.step_values, rows.astype(np.int64),
-                columns.astype(np.int64),
-            )  # fmt: skip
+            pack_into(values, tiles.view(values.dtype), tile_step, first, form.step_values, *places)
+
+    def _add_compact(self, plain: Array, tiles: Array, at: int) -> None:
+        """Write tiles of bf16 in their compact form, the first of them at byte `at`, and their records."""
+        distances = self._records_end - (at + np.arange(len(tiles)) * tiles.strides[0])
+        records = compact(plain, tiles, distances).reshape(-1)
+        end = self._records_end + len(records)
+        if end > len(self._packed):
+            larger = aligned_zeros(end + end // 16)
+            larger[: self._records_end] = self._packed[: self._records_end]
+            self._packed = larger
+        self._packed[self._records_end : end] = records
+        self._records_end = end
 
     def _pack_vectors(self, row: Array, layer: Any) -> None:
         config = self._config
@@ -348,6 +381,17 @@ def _interleaved(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     words = np.ascontiguousarray(values).view(np.uint32)
     words = words.reshape(outputs // TILE_COLUMNS, 2, TILE_COLUMNS // 2, num_blocks, -1).transpose(0, 3, 1, 4, 2)
     return np.ascontiguousarray(words).reshape(outputs // TILE_COLUMNS, num_blocks, -1).view(np.uint8)
+
+
+def aligned_zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return zeros that begin with a cache line.
+
+    They come from the operating system, as large pages where it has them, which streaming needs; those that nobody
+    writes take no memory.
+    """
+    line = 64
+    zeros = np.zeros(num_bytes + line, np.uint8)
+    return zeros[-zeros.ctypes.data % line :][:num_bytes]
 
 
 def as_numpy(tensor: torch.Tensor, act: np.dtype[Any]) -> Array:

@@ -107,7 +107,7 @@ def prefetch(builder: Any, at: Any) -> None:
     call(builder, "llvm.prefetch.p0i8", ir.VoidType(), [builder.inttoptr(at, I8.as_pointer()), *flags])
 
 
-def _multiply_add(builder: Any, kind: str, x: Any, w: Any, acc: Any) -> Any:
+def multiply_add(builder: Any, kind: str, x: Any, w: Any, acc: Any) -> Any:
     """One k step: x and w hold one float32, or a pair of bf16, per lane."""
     if kind == "f32":
         return call(builder, "llvm.fma.v16f32", VF, [x, w, acc])
@@ -146,7 +146,7 @@ def _emit_float_tile(kind: str) -> Emit:
                 for m in range(rows):
                     xs = broadcast(builder, load_at(builder, builder.add(x_rows[m], offset), scalar, align), vector)
                     for b in range(vectors):
-                        new = _multiply_add(builder, kind, xs, w[b], builder.load(acc[m][b]))
+                        new = multiply_add(builder, kind, xs, w[b], builder.load(acc[m][b]))
                         builder.store(new, acc[m][b])
         store_sums(builder, [[builder.load(slot) for slot in row] for row in acc], out, out_stride)
 

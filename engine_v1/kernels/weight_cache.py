@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine_v1.kernels.formats import FORMATS
-from engine_v1.kernels.intrinsics import HAS_INT8_DOT
+from engine_v1.kernels.intrinsics import HAS_BF16_DOT, HAS_INT8_DOT
 from engine_v1.kernels.packed_weights import PackedWeights
 from engine_v1.models.gguf_checkpoint import temporary_beside
 from engine_v1.paths import cache_root, is_writable_directory
@@ -20,7 +20,7 @@ from engine_v1.paths import cache_root, is_writable_directory
 logger = logging.getLogger(__name__)
 
 # Files whose text decides how weights are packed: a change of theirs makes every file be written anew.
-_SOURCES = ("formats.py", "forward.py", "packed_weights.py", "quantize.py", "screening.py")
+_SOURCES = ("compact_tiles.py", "formats.py", "forward.py", "packed_weights.py", "quantize.py", "screening.py")
 _ARRAYS = {"layers": np.int64, "floats": np.float32, "packed": np.uint8}
 _NUMBERS = ("lm_head_at", "final_norm_at", "screen_at", "screen_bounds_at")
 _PAGE = 4096  # arrays start on pages
@@ -44,7 +44,7 @@ def weights_path(files: Sequence[Path], *facts: object) -> Path | None:
     for file in files:
         stat = file.stat()
         key.update(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
-    key.update(repr((HAS_INT8_DOT, *facts)).encode())
+    key.update(repr((HAS_BF16_DOT, HAS_INT8_DOT, *facts)).encode())
     return root / "weights" / f"{files[0].parent.name[:60]}-{key.hexdigest()[:16]}.packed"
 
 
