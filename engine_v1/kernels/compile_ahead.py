@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine_v1.kernels import forward, sampling
+from engine_v1.kernels import forward, sampling, vocabulary
 from engine_v1.kernels.decoder import row_dtype
 from engine_v1.kernels.jit import cache_directory, is_being_compiled, is_kept, warmup
 from engine_v1.kernels.logprobs import LOGPROB_ROWS, logprob_rows
@@ -62,7 +62,7 @@ def _kernels(dtype: torch.dtype) -> list[tuple[Callable[..., Any], Callable[[], 
     is_bf16 = dtype == torch.bfloat16
     return [
         (forward.forward_bf16 if is_bf16 else forward.forward_f32, partial(forward.forward_address, act)),
-        (forward.vocabulary_bf16 if is_bf16 else forward.vocabulary_f32, partial(forward.vocabulary_address, act)),
+        (vocabulary.vocabulary_bf16 if is_bf16 else vocabulary.vocabulary_f32, partial(vocabulary.warm_up, act)),
         (logprob_rows.py_func, partial(warmup, logprob_rows, [LOGPROB_ROWS])),
         (sampling.sample_entry, sampling.warm_up),
     ]

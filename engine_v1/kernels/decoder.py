@@ -9,9 +9,9 @@ import torch
 from numba import types
 
 from engine_v1.attention.metadata import AttentionMetadata
-from engine_v1.kernels import attention, forward, linear, parallel, schedule, screening
-from engine_v1.kernels.formats import SCREEN_FORMAT, WeightFormat, float_format, padded
-from engine_v1.kernels.intrinsics import TILE_COLUMNS, describe_int8
+from engine_v1.kernels import attention, forward, parallel, schedule, vocabulary
+from engine_v1.kernels.formats import FORMAT_FIELDS, float_format, padded
+from engine_v1.kernels.intrinsics import describe_int8
 from engine_v1.kernels.jit import jit, warmup
 from engine_v1.kernels.packed_weights import (
     DecoderModel,
@@ -21,15 +21,11 @@ from engine_v1.kernels.packed_weights import (
 )
 from engine_v1.kernels.parallel import num_threads_cached, run_parallel
 from engine_v1.kernels.quantize import byte_row_size
+from engine_v1.kernels.vocabulary import OutputProjection
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 # Parts of split attention that are kept at once: (row, head, span). Beyond, blocks of rows are not split.
 _MAX_PARTS_BYTES = 32 << 20
-_VOCAB_PHASES = 4
-# Screening leaves each row tiles that are computed one by one. Where they are more than this share of all tiles, and so
-# much more per row of the step, it is quicker to compute all at once; after so many steps it is tried again.
-_MAX_CANDIDATES, _MAX_CANDIDATES_PER_ROW = 0.2, 1 / 80
-_UNSCREENED_STEPS = 50
 
 # Places in the sizes that a step's kernel gets.
 _ROWS, _UNITS, _MERGES, _KV_HEADS, _GROUP_HEADS = map(
@@ -88,34 +84,26 @@ class CpuDecoder:
         self.max_logit_rows = max_logit_rows or max_num_tokens
         self._threads = num_threads_cached()
         self._act = row_dtype(model.dtype)
-        tile, self._forward, self._vocabulary_entry = warm_up(self._act, progress=progress)
+        tile, self._forward = warm_up(self._act, progress=progress)
         self._weights = weights or pack_weights(model, self._act)
         self._embed = as_numpy(model.embed, self._act).reshape(-1)
         self._rope = _rope_table(model, self.max_model_len)
         self._group_heads: int = config.num_attention_heads // config.num_key_value_heads
         self._block_rows = max(1, attention.QUERY_ROWS // self._group_heads)
-        self._sizes = self._fill_sizes(model, num_blocks, tile, self._weights.format, progress)
-        self._vocab_sizes = self._fill_sizes(model, num_blocks, tile, self._weights.vocab_format, progress)
-        self._is_screened = self._weights.screen_at >= 0
-        screen_format = SCREEN_FORMAT if self._is_screened else self._weights.vocab_format
-        self._screen_sizes = self._fill_sizes(model, num_blocks, tile, screen_format, progress)
-        self._unscreened_steps = 0  # to come, since screening left too much to compute
+        self._sizes = self._fill_sizes(model, num_blocks, tile, self._weights.format.numbers(progress=progress))
         self._scalars = np.array([config.rms_norm_eps, model.scale * attention.LOG2_E], np.float32)
         self._allocate(model, num_blocks)
         self._fill_addresses()
+        self._projection = OutputProjection(
+            self._weights, self._act, vocab_size=self.vocab_size, hidden_size=config.hidden_size,
+            max_logit_rows=self.max_logit_rows, threads=self._threads, progress=progress,
+        )  # fmt: skip
 
-    def _fill_sizes(
-        self,
-        model: DecoderModel,
-        num_blocks: int,
-        tile: int,
-        form: WeightFormat,
-        progress: Callable[[str], None] | None,
-    ) -> Array:
+    def _fill_sizes(self, model: DecoderModel, num_blocks: int, tile: int, numbers: tuple[int, ...]) -> Array:
         config = model.config
         head_pad = padded(config.head_dim)
         max_lines = self._block_rows * self._group_heads
-        scratch, act, table = forward.scratch_sizes(head_pad, max_lines, self.max_logit_rows)
+        scratch, act, table = forward.scratch_sizes(head_pad, max_lines)
         values = {
             "layers": len(model.layers),
             "hidden_size": config.hidden_size,
@@ -135,12 +123,7 @@ class CpuDecoder:
             "table_size": padded(table, 8),
             "max_lines": max_lines,
             "tile": tile,
-            "linear_tile": form.tile_address(progress=progress),
-            "step_values": form.step_values,
-            "step_bytes": form.step_bytes,
-            "half_bytes": form.half_bytes,
-            "tail_bytes": form.tail_bytes,
-            "quantized": form.quantized,
+            **dict(zip(FORMAT_FIELDS, numbers, strict=True)),
         }
         return np.array([values.get(name, 0) for name in forward.SIZE_FIELDS], np.int64)
 
@@ -152,7 +135,6 @@ class CpuDecoder:
         # Values start as zeros and stay finite: a masked weight of 0 is multiplied with whatever a free slot holds.
         self._keys, self._values = np.zeros(cache, act), np.zeros(cache, act)
         self._sync = np.zeros(schedule.sync_size(len(model.layers) * forward.PHASES_PER_LAYER + 2, threads), np.int64)
-        self._vocab_sync = self._sync[: schedule.sync_size(_VOCAB_PHASES, threads)]
         self._ids, self._positions = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         self._residual = np.zeros(rows * size["hidden_pad"], np.float32)
         self._normed = np.zeros(rows * size["hidden_pad"], act)
@@ -161,8 +143,6 @@ class CpuDecoder:
         self._mlp = np.zeros(rows * size["inter_pad"], act)
         widest = max(heads_pad, size["hidden_pad"], size["inter_pad"])
         byte_rows = rows if self._weights.format.quantized else 0
-        if self._weights.vocab_format.quantized or self._is_screened:
-            byte_rows = max(byte_rows, self.max_logit_rows)
         self._byte_rows = np.zeros(byte_rows * byte_row_size.py_func(widest), np.uint8)
         self._max_parts = _MAX_PARTS_BYTES // (4 * (size["head_pad"] + 16))
         self._parts = np.zeros(self._max_parts * (size["head_pad"] + 16), np.float32)
@@ -172,15 +152,6 @@ class CpuDecoder:
         self._units = np.zeros((2 * rows + 64 * threads, attention.UNIT_COLUMNS), np.int32)
         self._merges = np.zeros((rows, attention.UNIT_COLUMNS), np.int32)
         self._hidden = np.zeros((rows, size["hidden_pad"]), act)
-        self._logit_rows = np.zeros((self.max_logit_rows, size["hidden_pad"]), act)
-        self._logits = np.zeros(0, np.float32)
-        self._argmax_tasks = -(-self.vocab_size // (TILE_COLUMNS * linear.ARGMAX_TILES))
-        candidates = self._argmax_tasks * self.max_logit_rows
-        self._best, self._best_id = np.zeros(candidates, np.float32), np.zeros(candidates, np.int32)
-        self._lower = np.zeros(candidates, np.float32)
-        self._upper = np.zeros(candidates * linear.ARGMAX_TILES, np.float32)
-        self._facts = np.zeros(self.max_logit_rows * screening.FACTS, np.float32)
-        self._counts = np.zeros(self._argmax_tasks, np.int32)
 
     def _fill_addresses(self) -> None:
         """Tell the kernels where everything is."""
@@ -214,23 +185,6 @@ class CpuDecoder:
             (forward.BYTE_ROWS, self._byte_rows),
         ):
             self._addresses[place] = array.ctypes.data
-        self._vocab_addresses = self._addresses.copy()
-        for place, value in (
-            (forward.SIZES, self._vocab_sizes.ctypes.data),
-            (forward.VOCAB_X, self._logit_rows.ctypes.data),
-            (forward.VOCAB_AT, self._weights.lm_head_at),
-            (forward.VOCAB_SIZE, self.vocab_size),
-            (forward.VOCAB_BEST, self._best.ctypes.data),
-            (forward.VOCAB_BEST_ID, self._best_id.ctypes.data),
-            (forward.SCREEN_SIZES, self._screen_sizes.ctypes.data),
-            (forward.SCREEN_AT, self._weights.screen_at),
-            (forward.SCREEN_BOUNDS, self._weights.floats[self._weights.screen_bounds_at :].ctypes.data),
-            (forward.SCREEN_UPPER, self._upper.ctypes.data),
-            (forward.SCREEN_LOWER, self._lower.ctypes.data),
-            (forward.SCREEN_FACTS, self._facts.ctypes.data),
-            (forward.SCREEN_COUNTS, self._counts.ctypes.data),
-        ):
-            self._vocab_addresses[place] = value
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -240,7 +194,7 @@ class CpuDecoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights, output projection included: what a step reads if any row wants its logits."""
-        return int(self._weights.screen_at if self._is_screened else self._weights.packed.nbytes)
+        return int(self._weights.screen_at if self._weights.is_screened else self._weights.packed.nbytes)
 
     @property
     def greedy_weight_bytes(self) -> int:
@@ -288,44 +242,12 @@ class CpuDecoder:
         return self._hidden[:rows]
 
     def logits(self, rows: Array) -> npt.NDArray[np.float32]:
-        """Return float32[num_rows, vocab_size] for rows of the last step, never rounded to less.
-
-        Args:
-            rows: int[num_rows], indices into the step's rows.
-
-        The result is a view that the next call overwrites.
-        """
-        width = padded(self.vocab_size)
-        if len(rows) * width > self._logits.size:
-            self._logits = np.zeros(len(rows) * width, np.float32)
-            self._vocab_addresses[forward.VOCAB_LOGITS] = self._logits.ctypes.data
-        self._vocabulary(rows, forward.LOGITS)
-        return self._logits[: len(rows) * width].reshape(len(rows), width)[:, : self.vocab_size]
+        """Return :meth:`OutputProjection.logits` of rows of the last step."""
+        return self._projection.logits(self._hidden, rows)
 
     def greedy(self, rows: Array) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return each row's most likely token, the lowest id on ties, and its logit; NaN where any logit is NaN.
-
-        Cost: reads half of a bf16 embedding, where a CPU has VNNI, and what :mod:`~engine_v1.kernels.screening` leaves.
-        """
-        is_screened = self._is_screened and self._unscreened_steps == 0
-        self._unscreened_steps -= self._unscreened_steps > 0
-        self._vocabulary(rows, forward.SCREENED_ARGMAX if is_screened else forward.ARGMAX)
-        if is_screened:
-            share = int(self._counts.sum()) / (self._argmax_tasks * linear.ARGMAX_TILES)
-            if share > _MAX_CANDIDATES + _MAX_CANDIDATES_PER_ROW * len(rows):
-                self._unscreened_steps = _UNSCREENED_STEPS
-        ids, values = np.empty(len(rows), np.int32), np.empty(len(rows), np.float32)
-        forward.pick_best(self._best, self._best_id, self._argmax_tasks, len(rows), ids, values)
-        return ids, values
-
-    def _vocabulary(self, rows: Array, task: int) -> None:
-        if len(rows) > self.max_logit_rows:
-            raise ValueError(f"{len(rows)} rows exceed max_logit_rows={self.max_logit_rows}")
-        self._hidden.take(rows, 0, self._logit_rows[: len(rows)], "clip")
-        self._vocab_addresses[forward.VOCAB_ROWS] = len(rows)
-        self._vocab_addresses[forward.VOCAB_TASK] = task
-        self._vocab_sync.fill(0)
-        run_parallel(self._vocabulary_entry, self._threads, self._vocab_addresses)
+        """Return :meth:`OutputProjection.greedy` of rows of the last step."""
+        return self._projection.greedy(self._hidden, rows)
 
 
 def row_dtype(dtype: torch.dtype) -> np.dtype[Any]:
@@ -333,25 +255,23 @@ def row_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return np.dtype(np.uint16 if dtype == torch.bfloat16 else np.float32)
 
 
-def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None) -> tuple[int, int, int]:
+def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None) -> tuple[int, int]:
     """Compile every kernel that a decoder calls, or load it from disk; none compiles afterwards.
 
     The largest comes last: another process may be at it (:mod:`engine_v1.kernels.compile_ahead`).
 
     Returns:
-        Addresses of the matrix tile, the step and the product with the vocabulary.
+        Addresses of the matrix tile and of the step.
     """
     i32 = types.Array(types.int32, 1, "C")
     table = types.Array(types.int32, 2, "C")
-    floats = types.Array(types.float32, 1, "C")
     parallel.warm_up(progress=progress)
-    warmup(forward.pick_best, [(floats, i32, types.int64, types.int64, i32, floats)], progress=progress)
     longs = types.Array(types.int64, 1, "C")
     arrays = (i32, i32, table, table, longs, longs, longs)
     warmup(_begin_step, [(longs, longs, i32, i32, table, longs, *([types.int64] * 4), *arrays)], progress=progress)
     tile = float_format(act).tile_address(progress=progress)
-    vocabulary = forward.vocabulary_address(act, progress=progress)
-    return tile, forward.forward_address(act, progress=progress), vocabulary
+    vocabulary.warm_up(act, progress=progress)
+    return tile, forward.forward_address(act, progress=progress)
 
 
 @jit

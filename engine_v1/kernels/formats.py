@@ -20,6 +20,9 @@ from engine_v1.kernels.quantized_tiles import (
 )
 from engine_v1.kernels.tiles import TILE_SIGNATURE, tile_bf16, tile_f32
 
+# What kernels are told of a format, in this order.
+FORMAT_FIELDS = ("linear_tile", "step_values", "step_bytes", "half_bytes", "tail_bytes", "quantized")
+
 
 def padded(size: int, multiple: int = TILE_COLUMNS) -> int:
     """Return `size` rounded up to a multiple."""
@@ -56,6 +59,11 @@ class WeightFormat:
     def tile_address(self, *, progress: Callable[[str], None] | None = None) -> int:
         """Compile the tile, or load it from disk, and return its address."""
         return native_function(self.tile, TILE_SIGNATURE, progress=progress)
+
+    def numbers(self, *, progress: Callable[[str], None] | None = None) -> tuple[int, ...]:
+        """Return what FORMAT_FIELDS name. The tile is compiled, or loaded from disk."""
+        tile = self.tile_address(progress=progress)
+        return tile, self.step_values, self.step_bytes, self.half_bytes, self.tail_bytes, self.quantized
 
 
 _VECTOR = LANES * 4

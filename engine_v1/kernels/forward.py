@@ -1,4 +1,4 @@
-"""One step through all decoder layers, and the product with the vocabulary, each as a single parallel region."""
+"""One step through all decoder layers as a single parallel region."""
 
 from collections import namedtuple
 from collections.abc import Callable
@@ -9,10 +9,9 @@ from numba import types
 
 from engine_v1.kernels.attention import UNIT_COLUMNS, attend, merge_parts, rope_and_cache
 from engine_v1.kernels.elementwise import rms_norm
+from engine_v1.kernels.formats import FORMAT_FIELDS
 from engine_v1.kernels.intrinsics import (
     LANES,
-    TILE_COLUMNS,
-    address,
     bf16_view,
     float_view,
     int32_matrix,
@@ -22,11 +21,10 @@ from engine_v1.kernels.intrinsics import (
     load,
     store,
 )
-from engine_v1.kernels.jit import jit, kernel_part, native_function
-from engine_v1.kernels.linear import ARGMAX_TILES, linear_add, linear_argmax, linear_silu_mul, linear_store
-from engine_v1.kernels.quantize import byte_row_size, quantize_row
+from engine_v1.kernels.jit import kernel_part, native_function
+from engine_v1.kernels.linear import linear_add, linear_silu_mul, linear_store
+from engine_v1.kernels.quantize import byte_row_size, operands, quantize_row, quantize_rows
 from engine_v1.kernels.schedule import claim, finish
-from engine_v1.kernels.screening import candidates_argmax, gather_bounds, measure_rows, screen
 
 PHASES_PER_LAYER = 11
 
@@ -41,8 +39,7 @@ LAYER_COLUMNS = 13
 SIZE_FIELDS = (
     "rows", "units", "merges", "layers", "hidden_size", "hidden_pad", "inter_pad", "heads", "kv_heads", "group_heads",
     "head_size", "head_pad", "rope_half", "num_blocks", "block_size", "final_norm_at", "scratch_size", "act_size",
-    "table_size", "max_lines", "tile", "linear_tile", "step_values", "step_bytes", "half_bytes", "tail_bytes",
-    "quantized",
+    "table_size", "max_lines", "tile", *FORMAT_FIELDS,
 )  # fmt: skip
 Sizes = namedtuple("Sizes", (*SIZE_FIELDS, "score_factor"))  # noqa: PYI024  (Numba's named tuples are untyped)
 # Addresses that a step's kernel gets, in this order.
@@ -52,13 +49,6 @@ Sizes = namedtuple("Sizes", (*SIZE_FIELDS, "score_factor"))  # noqa: PYI024  (Nu
     OPERANDS, TABLE, HIDDEN, BYTE_ROWS,
 ) = range(30)  # fmt: skip
 NUM_ADDRESSES = 30
-# The same for the product with the vocabulary, where the sizes, weights and scratch keep their places.
-(
-    VOCAB_X, VOCAB_ROWS, VOCAB_AT, VOCAB_SIZE, VOCAB_TASK, VOCAB_LOGITS, VOCAB_BEST, VOCAB_BEST_ID, SCREEN_SIZES,
-    SCREEN_AT, SCREEN_BOUNDS, SCREEN_UPPER, SCREEN_LOWER, SCREEN_FACTS, SCREEN_COUNTS,
-) = range(8, 23)  # fmt: skip
-# What VOCAB_TASK may be: all logits; the arg-max of all of them; the same, of those that can be it.
-LOGITS, ARGMAX, SCREENED_ARGMAX = range(3)
 # What a phase needs to take part in it: counters, and the thread's places in the scratch arrays.
 Context = namedtuple(  # noqa: PYI024
     "Context",
@@ -107,27 +97,6 @@ def norm_rows(ctx, phase, m, x, floats, weight_at, out, byte_rows):  # type: ign
     finish(ctx.sync, ctx.threads, phase, done, m.rows)
 
 
-@kernel_part
-def quantize_rows(ctx, phase, rows, size, x, byte_rows):  # type: ignore[no-untyped-def]
-    """Quantise rows of `size` values for the product that follows."""
-    done = 0
-    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, rows)
-    while task >= 0:
-        quantize_row(x, task * size, size, byte_rows + task * byte_row_size(size))
-        done += 1
-        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, rows)
-    finish(ctx.sync, ctx.threads, phase, done, rows)
-
-
-@kernel_part(forceinline=True)
-def _operands(m, x, size, byte_rows):  # type: ignore[no-untyped-def]
-    """Where a product's rows start, the bytes from one to the next, and its steps along k."""
-    pad = (size + 31) // 32 * 32
-    if byte_rows != 0:
-        return byte_rows, byte_row_size(pad), pad // m.step_values
-    return address(x, 0), pad * x.itemsize, (size + m.step_values - 1) // m.step_values
-
-
 @kernel_part(forceinline=True)
 def make_context(thread, threads, a, m, act):  # type: ignore[no-untyped-def]
     """Places of one thread in the scratch arrays; :func:`scratch_sizes` gives their extent."""
@@ -151,10 +120,9 @@ def make_context(thread, threads, a, m, act):  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def scratch_sizes(head_pad: int, max_lines: int, max_logit_rows: int) -> tuple[int, int, int]:
+def scratch_sizes(head_pad: int, max_lines: int) -> tuple[int, int, int]:
     """Return a thread's extent in float scratch, operand scratch and address table, in elements."""
     floats = 12 * (256 + 48) + 12 * (head_pad + 16) + max_lines * (head_pad + 2) + 64
-    floats = max(floats, 12 * 64 + max_logit_rows * 48 + 64)
     act = max(head_pad, 64) + max_lines * head_pad + 12 * 256 + 2 * 256 * head_pad + 64
     table = 16 * 2 * (head_pad // 16) + 64
     return floats, act, table
@@ -193,9 +161,9 @@ def decode_layers(ctx, m, a, act):  # type: ignore[no-untyped-def]
     heads_pad = m.heads * m.head_pad
     qkv_pad = (m.heads + 2 * m.kv_heads) * m.head_pad
     byte_rows = a[BYTE_ROWS] if m.quantized else 0
-    x_normed, normed_bytes, normed_steps = _operands(m, normed, m.hidden_size, byte_rows)
-    x_attended, attended_bytes, attended_steps = _operands(m, attended, heads_pad, byte_rows)
-    x_mlp, mlp_bytes, mlp_steps = _operands(m, mlp, m.inter_pad, byte_rows)
+    x_normed, normed_bytes, normed_steps = operands(m, normed, m.hidden_size, byte_rows)
+    x_attended, attended_bytes, attended_steps = operands(m, attended, heads_pad, byte_rows)
+    x_mlp, mlp_bytes, mlp_steps = operands(m, mlp, m.inter_pad, byte_rows)
     embed_rows(ctx, 0, m, ids, act(a[EMBED], 1), residual)
     phase = 1
     for layer in range(m.layers):
@@ -232,65 +200,12 @@ def decode_layers(ctx, m, a, act):  # type: ignore[no-untyped-def]
     norm_rows(ctx, phase, m, residual, floats, m.final_norm_at, act(a[HIDDEN], 1), 0)
 
 
-@kernel_part
-def _vocabulary(ctx, m, a, act):  # type: ignore[no-untyped-def]
-    """One thread's part of the product with the output embedding: logits, or each task's best candidate."""
-    if a[VOCAB_TASK] == SCREENED_ARGMAX:
-        _screened(ctx, m, a, act)
-        return
-    hidden = act(a[VOCAB_X], 1)
-    rows, size = a[VOCAB_ROWS], a[VOCAB_SIZE]
-    byte_rows = a[BYTE_ROWS] if m.quantized else 0
-    if m.quantized:
-        quantize_rows(ctx, 0, rows, m.hidden_pad, hidden, byte_rows)
-    x, x_bytes, steps = _operands(m, hidden, m.hidden_size, byte_rows)
-    w = a[WEIGHTS] + a[VOCAB_AT]
-    if a[VOCAB_TASK] == ARGMAX:
-        linear_argmax(
-            ctx, 1, x, x_bytes, rows, w, size, steps, float_view(a[VOCAB_BEST], 1), int32_view(a[VOCAB_BEST_ID], 1)
-        )
-    else:
-        tiles = (size + 31) // 32
-        linear_store(ctx, 1, x, x_bytes, rows, w, tiles, steps, float_view(a[VOCAB_LOGITS], 1), tiles * 32)
-
-
-@kernel_part
-def _screened(ctx, m, a, act):  # type: ignore[no-untyped-def]
-    """One thread's part of the arg-max that reads the output embedding's copy, and of itself what it must."""
-    hidden = act(a[VOCAB_X], 1)
-    rows, size = a[VOCAB_ROWS], a[VOCAB_SIZE]
-    copy = unpack_sizes(int64_view(a[SCREEN_SIZES], 1), float_view(a[SCALARS], 1))
-    copy_ctx = make_context(ctx.thread, ctx.threads, a, copy, act)
-    upper, lower, facts = float_view(a[SCREEN_UPPER], 1), float_view(a[SCREEN_LOWER], 1), float_view(a[SCREEN_FACTS], 1)
-    measure_rows(ctx, 0, rows, m.hidden_pad, hidden, a[BYTE_ROWS], facts)
-    x, x_bytes, steps = _operands(copy, hidden, m.hidden_pad, a[BYTE_ROWS])
-    screen(
-        copy_ctx, 1, x, x_bytes, facts, rows, a[WEIGHTS] + a[SCREEN_AT], size, steps, float_view(a[SCREEN_BOUNDS], 1),
-        upper, lower,
-    )  # fmt: skip
-    tasks = (size + TILE_COLUMNS * ARGMAX_TILES - 1) // (TILE_COLUMNS * ARGMAX_TILES)
-    gather_bounds(ctx, 2, tasks, rows, lower, facts)
-    x, x_bytes, steps = _operands(m, hidden, m.hidden_size, 0)
-    candidates_argmax(
-        ctx, 3, x, x_bytes, rows, a[WEIGHTS] + a[VOCAB_AT], size, steps, upper, facts, float_view(a[VOCAB_BEST], 1),
-        int32_view(a[VOCAB_BEST_ID], 1), int32_view(a[SCREEN_COUNTS], 1),
-    )  # fmt: skip
-
-
 def forward_bf16(thread, threads, arguments):  # type: ignore[no-untyped-def]
     """:func:`decode_layers` with bf16 operands."""
     a = int64_view(arguments, NUM_ADDRESSES)
     m = unpack_sizes(int64_view(a[SIZES], 1), float_view(a[SCALARS], 1))
     ctx = make_context(thread, threads, a, m, bf16_view(a[OPERANDS], 1))
     decode_layers(ctx, m, a, bf16_view)
-
-
-def vocabulary_bf16(thread, threads, arguments):  # type: ignore[no-untyped-def]
-    """:func:`_vocabulary` with bf16 operands."""
-    a = int64_view(arguments, NUM_ADDRESSES)
-    m = unpack_sizes(int64_view(a[SIZES], 1), float_view(a[SCALARS], 1))
-    ctx = make_context(thread, threads, a, m, bf16_view(a[OPERANDS], 1))
-    _vocabulary(ctx, m, a, bf16_view)
 
 
 def forward_f32(thread, threads, arguments):  # type: ignore[no-untyped-def]
@@ -301,37 +216,7 @@ def forward_f32(thread, threads, arguments):  # type: ignore[no-untyped-def]
     decode_layers(ctx, m, a, float_view)
 
 
-def vocabulary_f32(thread, threads, arguments):  # type: ignore[no-untyped-def]
-    """:func:`_vocabulary` with float32 operands."""
-    a = int64_view(arguments, NUM_ADDRESSES)
-    m = unpack_sizes(int64_view(a[SIZES], 1), float_view(a[SCALARS], 1))
-    ctx = make_context(thread, threads, a, m, float_view(a[OPERANDS], 1))
-    _vocabulary(ctx, m, a, float_view)
-
-
-@jit
-def pick_best(best, best_id, tasks, rows, ids, values):  # type: ignore[no-untyped-def]
-    """Choose each row's winner among the tasks' candidates, lowest index on ties; NaN where any candidate is."""
-    for m in range(rows):
-        value = best[m]
-        index = best_id[m]
-        for task in range(1, tasks):
-            v = best[task * rows + m]
-            if v > value or np.isnan(v):  # NaN stays: nothing compares greater
-                value = v
-                index = best_id[task * rows + m]
-        values[m] = value
-        ids[m] = index
-
-
-_SIGNATURE = types.void(types.int64, types.int64, types.int64)
-
-
 def forward_address(act: Any, *, progress: Callable[[str], None] | None = None) -> int:
     """Return the address of a step's kernel, for :func:`engine_v1.kernels.parallel.run_parallel`."""
-    return native_function(forward_bf16 if act == np.uint16 else forward_f32, _SIGNATURE, progress=progress)
-
-
-def vocabulary_address(act: Any, *, progress: Callable[[str], None] | None = None) -> int:
-    """Return the address of the kernel that multiplies rows with the output embedding."""
-    return native_function(vocabulary_bf16 if act == np.uint16 else vocabulary_f32, _SIGNATURE, progress=progress)
+    entry = forward_bf16 if act == np.uint16 else forward_f32
+    return native_function(entry, types.void(types.int64, types.int64, types.int64), progress=progress)

@@ -94,6 +94,11 @@ class PackedWeights:
         """Whether any product wants quantised rows."""
         return self.format.quantized or self.vocab_format.quantized
 
+    @property
+    def is_screened(self) -> bool:
+        """Whether there is a copy to screen the arg-max with."""
+        return self.screen_at >= 0
+
 
 def pack_weights(
     model: DecoderModel,

@@ -8,6 +8,7 @@ import torch
 
 from engine_v1.kernels.intrinsics import (
     absolute,
+    address,
     finite_or_zero,
     float_view,
     fma,
@@ -23,6 +24,7 @@ from engine_v1.kernels.intrinsics import (
 )
 from engine_v1.kernels.jit import kernel_part
 from engine_v1.kernels.quantized_tiles import BLOCK
+from engine_v1.kernels.schedule import claim, finish
 
 ZERO_POINT = 128  # of stored weights
 
@@ -76,6 +78,30 @@ def quantize_row(x, at, size, out):  # type: ignore[no-untyped-def]
         scales[block] = scale
         sums[block] = total * scale
     return math.sqrt(reduce_add(squares)), math.sqrt(reduce_add(lost))
+
+
+@kernel_part
+def quantize_rows(ctx, phase, rows, size, x, byte_rows):  # type: ignore[no-untyped-def]
+    """Quantise rows of `size` values for the product that follows."""
+    done = 0
+    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, rows)
+    while task >= 0:
+        quantize_row(x, task * size, size, byte_rows + task * byte_row_size(size))
+        done += 1
+        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, rows)
+    finish(ctx.sync, ctx.threads, phase, done, rows)
+
+
+@kernel_part(forceinline=True)
+def operands(m, x, size, byte_rows):  # type: ignore[no-untyped-def]
+    """Where a product's rows start, the bytes from one to the next, and its steps along k.
+
+    A `byte_rows` of 0 stands for rows that are not quantised; `m` has the weights' step_values.
+    """
+    pad = (size + 31) // 32 * 32
+    if byte_rows != 0:
+        return byte_rows, byte_row_size(pad), pad // m.step_values
+    return address(x, 0), pad * x.itemsize, (size + m.step_values - 1) // m.step_values
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_v1.kernels import decoder as decoder_module
-from engine_v1.kernels import forward, packed_weights
+from engine_v1.kernels import packed_weights, vocabulary
 from tests.v1.kernels.models import (
     Sequences,
     assert_chunks_change_no_bit,
@@ -176,14 +176,14 @@ def test_nan_ends_the_rows_of_its_request_only(dtype):
 def test_nothing_compiles_after_warm_up():
     """Steps of every kind use what warm-up compiled, and a new type of argument is an error."""
     decoder = make_decoder(make_model())
-    kernels = (packed_weights.pack_into, forward.pick_best)
+    kernels = (packed_weights.pack_into, vocabulary.pick_best)
     before = [len(k.overloads) for k in kernels]
     sequences, _ = run_whole(decoder, [40, 3])
     sequences.run([(0, 39, 40), (1, 1, 3)])
     decoder.greedy(np.array([0]))
     assert [len(k.overloads) for k in kernels] == before
     with pytest.raises(TypeError, match="No matching definition"):
-        forward.pick_best(np.zeros(1), np.zeros(1), 1, 1, np.zeros(1), np.zeros(1))
+        vocabulary.pick_best(np.zeros(1), np.zeros(1), 1, 1, np.zeros(1), np.zeros(1))
 
 
 def test_limits_are_named():

@@ -6,24 +6,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_v1.kernels import packed_weights, screening
+from engine_v1.kernels import screening
+from engine_v1.kernels.decoder import row_dtype
 from engine_v1.kernels.intrinsics import HAS_INT8_DOT
-from tests.v1.kernels.models import make_decoder, make_model
+from engine_v1.kernels.packed_weights import as_numpy, pack_weights
+from engine_v1.kernels.parallel import num_threads_cached
+from engine_v1.kernels.vocabulary import OutputProjection
+from tests.v1.kernels.models import make_model
 
 pytestmark = pytest.mark.skipif(not HAS_INT8_DOT, reason="without VNNI nothing is screened")
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def both(decoder, hidden):
+def both(projection, hidden):
     """Arg-max tokens and logits of rows of hidden states, screened and of all outputs; and how many tiles were left."""
-    rows = np.arange(len(hidden))
-    decoder._hidden[: len(rows), : hidden.shape[1]] = packed_weights.as_numpy(hidden, decoder._hidden.dtype)
-    decoder._unscreened_steps = 0
-    screened = decoder.greedy(rows)
-    num_left = int(decoder._counts.sum())
-    decoder._unscreened_steps = 1
-    return screened, decoder.greedy(rows), num_left
+    hidden, rows = as_numpy(hidden, row_dtype(hidden.dtype)), np.arange(len(hidden))
+    projection._unscreened_steps = 0
+    screened = projection.greedy(hidden, rows)
+    num_left = int(projection._counts.sum())
+    projection._unscreened_steps = 1
+    return screened, projection.greedy(hidden, rows), num_left
 
 
 def assert_same(screened, plain):
@@ -33,11 +36,15 @@ def assert_same(screened, plain):
     assert screened[0][some].tolist() == plain[0][some].tolist()
 
 
-def decoder_of(lm_head, dtype):
-    """A decoder whose output embedding is given."""
+def projection_of(lm_head, dtype):
+    """The product with a given output embedding."""
     model = make_model(dtype=dtype, vocab_size=len(lm_head), hidden_size=lm_head.shape[1], num_hidden_layers=1)
     model.lm_head = lm_head.to(dtype)
-    return make_decoder(model, max_num_tokens=64)
+    act = row_dtype(dtype)
+    return OutputProjection(
+        pack_weights(model, act), act, vocab_size=len(lm_head), hidden_size=lm_head.shape[1], max_logit_rows=64,
+        threads=num_threads_cached(),
+    )  # fmt: skip
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,7 +70,7 @@ def test_screening_changes_no_bit(dtype, vocab_size, hidden_size, num_rows, scal
         first, second, third = torch.randint(vocab_size, (3,), generator=generator).tolist()
         lm_head[second] = lm_head[first]
         lm_head[third] = lm_head[first] * (1 + 2.0**-20)
-    screened, plain, _ = both(decoder_of(lm_head, dtype), hidden.to(dtype))
+    screened, plain, _ = both(projection_of(lm_head, dtype), hidden.to(dtype))
     assert_same(screened, plain)
 
 
@@ -75,10 +82,10 @@ def test_what_is_not_finite_is_found(dtype, value):
     lm_head = torch.randn(1200, 64, generator=generator)
     hidden = torch.randn(5, 64, generator=generator)
     hidden[2, 9] = value
-    assert_same(*both(decoder_of(lm_head, dtype), hidden.to(dtype))[:2])
+    assert_same(*both(projection_of(lm_head, dtype), hidden.to(dtype))[:2])
     hidden[2, 9] = 0.0
     lm_head[777, 5] = value
-    assert_same(*both(decoder_of(lm_head, dtype), hidden.to(dtype))[:2])
+    assert_same(*both(projection_of(lm_head, dtype), hidden.to(dtype))[:2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,7 +93,7 @@ def test_few_tiles_are_left_of_a_clear_answer(dtype):
     """A row that one output fits far better than all others has one tile computed, of forty."""
     lm_head = torch.randn(1280, 64, generator=torch.Generator().manual_seed(2))
     hidden = 4 * lm_head[[700, 3, 1279]]
-    screened, plain, num_left = both(decoder_of(lm_head, dtype), hidden.to(dtype))
+    screened, plain, num_left = both(projection_of(lm_head, dtype), hidden.to(dtype))
     assert_same(screened, plain)
     assert screened[0].tolist() == [700, 3, 1279]
     assert num_left == 3
@@ -114,15 +121,14 @@ def test_the_bounds_hold():
 
 def test_a_model_that_screening_does_not_suit_is_left_alone():
     """Where nearly all outputs may be the largest, the next steps compute all at once, and then it is tried again."""
-    decoder = decoder_of(torch.ones(1280, 64), torch.bfloat16)
-    hidden = packed_weights.as_numpy(torch.ones(2, 64, dtype=torch.bfloat16), decoder._hidden.dtype)
-    decoder._hidden[:2] = hidden
-    tokens = [decoder.greedy(np.arange(2))[0].tolist()]
-    assert decoder._counts.sum() == 80
-    decoder._counts[:] = 0
+    projection = projection_of(torch.ones(1280, 64), torch.bfloat16)
+    hidden = as_numpy(torch.ones(2, 64, dtype=torch.bfloat16), row_dtype(torch.bfloat16))
+    tokens = [projection.greedy(hidden, np.arange(2))[0].tolist()]
+    assert projection._counts.sum() == 80
+    projection._counts[:] = 0
     for _ in range(50):
-        tokens.append(decoder.greedy(np.arange(2))[0].tolist())
-        assert decoder._counts.sum() == 0
-    tokens.append(decoder.greedy(np.arange(2))[0].tolist())
-    assert decoder._counts.sum() == 80
+        tokens.append(projection.greedy(hidden, np.arange(2))[0].tolist())
+        assert projection._counts.sum() == 0
+    tokens.append(projection.greedy(hidden, np.arange(2))[0].tolist())
+    assert projection._counts.sum() == 80
     assert tokens == [[0, 0]] * 52
