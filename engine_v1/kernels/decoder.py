@@ -10,7 +10,7 @@ from numba import types
 
 from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.kernels import attention, forward, parallel, schedule, vocabulary
-from engine_v1.kernels.formats import FORMAT_FIELDS, float_format, padded
+from engine_v1.kernels.formats import FORMAT_FIELDS, SCREEN_FORMAT, float_format, padded
 from engine_v1.kernels.intrinsics import describe_int8
 from engine_v1.kernels.jit import jit, warmup
 from engine_v1.kernels.packed_weights import (
@@ -86,6 +86,9 @@ class CpuDecoder:
         self._act = row_dtype(model.dtype)
         tile, self._forward = warm_up(self._act, progress=progress)
         self._weights = weights or pack_weights(model, self._act)
+        shape = (config.vocab_size, config.hidden_size)
+        self._vocab_bytes = self._weights.vocab_format.size_bytes(*shape)
+        self._copy_bytes = SCREEN_FORMAT.size_bytes(*shape) if self._weights.is_screened else 0
         self._embed = as_numpy(model.embed, self._act).reshape(-1)
         self._rope = _rope_table(model, self.max_model_len)
         self._group_heads: int = config.num_attention_heads // config.num_key_value_heads
@@ -194,17 +197,17 @@ class CpuDecoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights, output projection included: what a step reads if any row wants its logits."""
-        return int(self._weights.screen_at if self._weights.is_screened else self._weights.packed.nbytes)
+        return int(self._weights.packed.nbytes) - self._copy_bytes
 
     @property
     def greedy_weight_bytes(self) -> int:
         """What a step of greedy rows reads: of the output projection its copy, where the arg-max is screened."""
-        return self._weights.lm_head_at + self.greedy_vocab_bytes
+        return self.weight_bytes - self._vocab_bytes + self.greedy_vocab_bytes
 
     @property
     def greedy_vocab_bytes(self) -> int:
         """The output projection's share of that."""
-        return int(self._weights.packed.nbytes) - max(self._weights.lm_head_at, self._weights.screen_at)
+        return self._copy_bytes or self._vocab_bytes
 
     def describe_weights(self) -> str:
         """Return the weights' format, and with what quantised ones are multiplied."""
