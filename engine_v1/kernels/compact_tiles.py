@@ -44,7 +44,7 @@ HEAD_BYTES = 2 * LINE_BYTES
 GROUP_BYTES = 3 * LINE_BYTES
 RECORD_BYTES = 5 * LINE_BYTES
 EXPONENTS = 16
-# At most this share of groups may need a record; with a third of them nothing would be gained.
+# At most this share of groups may need a record; with a fifth of them nothing would be gained.
 MAX_RECORDS = 1 / 8
 
 _WORDS = LINE_BYTES // 2
