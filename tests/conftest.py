@@ -1,6 +1,7 @@
 """Fixtures that several parts share."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,14 @@ import torch
 
 # The tensors of most tests are tiny: a second thread of torch's costs more than it gives. Kernels keep all threads.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts():
+    """Let Ctrl-C raise: a shell that starts the suite in the background has it ignored, and tests send it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
