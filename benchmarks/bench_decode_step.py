@@ -2,8 +2,8 @@
 
 A decode step reads every weight once, whatever the number of its rows, so it can't be shorter than weights-bytes over
 the bandwidth at which memory is read: the limit, measured in the same run. Drafts are rows of such a step; they are
-nearly free as long as it stays near the limit. Where the arg-max is screened, a step of greedy rows reads a tenth less
-than all weights, and the limit is still that of all.
+nearly free as long as it stays near the limit. Where the arg-max is screened, a step of greedy rows reads less than all
+weights, and the limit is still that of all.
 
 Measured is the whole of `EngineCore.step`: n-gram lookup, schedule, layout, forward pass, arg-max, verification and
 bookkeeping; not the detokenizer. A scripted proposer does the real lookup and then replaces its drafts, so that every

@@ -25,13 +25,15 @@ from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
 
-from engine_v1.kernels.intrinsics import HAS_BF16_DOT, I16, I32, I64, VF, VI, broadcast, call, const
+from engine_v1.kernels.intrinsics import HAS_BF16_DOT, I16, I64, VF, VI, call, const
 from engine_v1.kernels.jit import jit, warmup
 from engine_v1.kernels.parallel import parallel_entry
 from engine_v1.kernels.tiles import (
+    LINE_BYTES,
     accumulators,
     load_at,
-    multiply_add,
+    multiply_rows,
+    offset_by,
     prefetch,
     row_addresses,
     store_sums,
@@ -39,7 +41,6 @@ from engine_v1.kernels.tiles import (
 )
 
 GROUP_VALUES = 4  # along k: two steps of a bf16 tile
-LINE_BYTES = 64
 HEAD_BYTES = 2 * LINE_BYTES
 GROUP_BYTES = 3 * LINE_BYTES
 RECORD_BYTES = 5 * LINE_BYTES
@@ -57,31 +58,27 @@ def _words(value: int) -> Any:
     return ir.Constant(_LINE, [value] * _WORDS)
 
 
-def _at(builder: Any, address: Any, offset: int) -> Any:
-    return builder.add(address, ir.Constant(I64, offset))
-
-
 def _for_groups(builder: Any, start: Any, fetch: Any, steps: Any, use: Callable[[Any, list[Any]], None]) -> None:
     """Emit `use` for every group of a tile, in order: its number, and its values as four vectors of words."""
     exponents = load_at(builder, start, _LINE, 2)
     first, stop, record = (cgutils.alloca_once(builder, I64) for _ in range(3))
     builder.store(ir.Constant(I64, 0), first)
-    builder.store(load_at(builder, _at(builder, start, LINE_BYTES), I64, 8), stop)
-    builder.store(builder.add(start, load_at(builder, _at(builder, start, LINE_BYTES + 8), I64, 8)), record)
+    builder.store(load_at(builder, offset_by(builder, start, LINE_BYTES), I64, 8), stop)
+    builder.store(builder.add(start, load_at(builder, offset_by(builder, start, LINE_BYTES + 8), I64, 8)), record)
     stretch, exception, done = (builder.append_basic_block(name) for name in ("stretch", "exception", "done"))
     builder.branch(stretch)
 
     builder.position_at_end(stretch)
     end = builder.load(stop)
     with cgutils.for_range(builder, end, start=builder.load(first)) as loop:
-        place = _at(builder, builder.mul(loop.index, ir.Constant(I64, GROUP_BYTES)), HEAD_BYTES)
+        place = offset_by(builder, builder.mul(loop.index, ir.Constant(I64, GROUP_BYTES)), HEAD_BYTES)
         for line in range(3):
-            prefetch(builder, _at(builder, builder.add(fetch, place), line * LINE_BYTES))
+            prefetch(builder, offset_by(builder, builder.add(fetch, place), line * LINE_BYTES))
         group = builder.add(start, place)
-        codes = load_at(builder, _at(builder, group, 2 * LINE_BYTES), _LINE, 2)
+        codes = load_at(builder, offset_by(builder, group, 2 * LINE_BYTES), _LINE, 2)
         values: list[Any] = []
         for line in range(2):
-            both = load_at(builder, _at(builder, group, line * LINE_BYTES), _LINE, 2)
+            both = load_at(builder, offset_by(builder, group, line * LINE_BYTES), _LINE, 2)
             for half in (both, call(builder, "llvm.bswap.v32i16", _LINE, [both])):
                 # The instruction reads five bits of a word: that the table is there twice makes up for the fifth.
                 code = builder.lshr(codes, _words(4 * len(values)))
@@ -92,10 +89,10 @@ def _for_groups(builder: Any, start: Any, fetch: Any, steps: Any, use: Callable[
 
     builder.position_at_end(exception)
     here = builder.load(record)
-    use(end, [load_at(builder, _at(builder, here, LINE_BYTES * (1 + i)), _LINE, 2) for i in range(4)])
-    builder.store(_at(builder, end, 1), first)
+    use(end, [load_at(builder, offset_by(builder, here, LINE_BYTES * (1 + i)), _LINE, 2) for i in range(4)])
+    builder.store(offset_by(builder, end, 1), first)
     builder.store(load_at(builder, here, I64, 8), stop)
-    builder.store(_at(builder, here, RECORD_BYTES), record)
+    builder.store(offset_by(builder, here, RECORD_BYTES), record)
     builder.branch(stretch)
     builder.position_at_end(done)
 
@@ -114,11 +111,7 @@ def _emit_compact(
         place = builder.mul(group, ir.Constant(I64, 2 * GROUP_VALUES))
         for step in range(2):
             w = [builder.bitcast(value, VI) for value in values[step * vectors : (step + 1) * vectors]]
-            for m in range(rows):
-                pair = load_at(builder, builder.add(x_rows[m], _at(builder, place, 4 * step)), I32, 2)
-                xs = broadcast(builder, pair, VI)
-                for b in range(vectors):
-                    builder.store(multiply_add(builder, "bf16", xs, w[b], builder.load(acc[m][b])), acc[m][b])
+            multiply_rows(builder, "bf16", x_rows, offset_by(builder, place, 4 * step), w, acc)
 
     _for_groups(builder, start, fetch, steps, multiply)
     store_sums(builder, [[builder.load(slot) for slot in row] for row in acc], out, out_stride)

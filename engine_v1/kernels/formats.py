@@ -13,12 +13,11 @@ from engine_v1.kernels.quantized_tiles import (
     BLOCK,
     EIGHT_BIT_VALUES,
     FOUR_BIT_VALUES,
-    LINE_BYTES,
     tile_int8,
     tile_q4_1,
     tile_q8_0,
 )
-from engine_v1.kernels.tiles import TILE_SIGNATURE, tile_bf16, tile_f32
+from engine_v1.kernels.tiles import LINE_BYTES, TILE_SIGNATURE, tile_bf16, tile_f32
 
 # What kernels are told of a format, in this order.
 FORMAT_FIELDS = ("linear_tile", "step_values", "step_bytes", "half_bytes", "tail_bytes", "quantized")

@@ -162,7 +162,7 @@ class _Packer:
         copy_bytes = SCREEN_FORMAT.size_bytes(config.vocab_size, hidden) if is_screened else 0
         self._records_end = len(model.layers) * layer_bytes + vocab_bytes + copy_bytes
         spare = self._records_end // 16 if COMPACT in (self._format, self._vocab_format) else 0
-        self._packed = aligned_zeros(self._records_end + spare)
+        self._packed = _aligned_zeros(self._records_end + spare)
         layers: npt.NDArray[np.int64] = np.full((len(model.layers), forward.LAYER_COLUMNS), -1, np.int64)
         at = 0
         for index, (row, layer) in enumerate(zip(layers, model.layers, strict=True)):
@@ -291,7 +291,7 @@ class _Packer:
         records = compact(plain, tiles, distances).reshape(-1)
         end = self._records_end + len(records)
         if end > len(self._packed):
-            larger = aligned_zeros(end + end // 16)
+            larger = _aligned_zeros(end + end // 16)
             larger[: self._records_end] = self._packed[: self._records_end]
             self._packed = larger
         self._packed[self._records_end : end] = records
@@ -388,7 +388,7 @@ def _interleaved(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(words).reshape(outputs // TILE_COLUMNS, num_blocks, -1).view(np.uint8)
 
 
-def aligned_zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
+def _aligned_zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
     """Return zeros that begin with a cache line.
 
     They come from the operating system, as large pages where it has them, which streaming needs; those that nobody

@@ -27,9 +27,11 @@ from engine_v1.kernels.intrinsics import (
     iconst,
 )
 from engine_v1.kernels.tiles import (
+    LINE_BYTES,
     Emit,
     accumulators,
     load_at,
+    offset_by,
     prefetch,
     row_addresses,
     store_sums,
@@ -37,7 +39,6 @@ from engine_v1.kernels.tiles import (
 )
 
 BLOCK = 32  # values along k that share a scale
-LINE_BYTES = 64
 HALF_BYTES = LANES * 2  # sixteen float16
 # A block of a tile: values of outputs 0..15, values of outputs 16..31; in a GGUF's forms also 32 scales as float16, and
 # for 4 bits 32 smallest values.
@@ -71,10 +72,6 @@ def _load_half(builder: Any, address: Any) -> Any:
     return builder.bitcast(builder.or_(scaled, sign), VF)
 
 
-def _at(builder: Any, address: Any, offset: int) -> Any:
-    return builder.add(address, ir.Constant(I64, offset))
-
-
 def _emit_blocks(kind: str) -> Emit:
     """Return what emits a tile: "int8" with a scale per output behind the blocks, "q8_0" or "q4_1"."""
     four_bits = kind == "q4_1"
@@ -92,8 +89,10 @@ def _emit_blocks(kind: str) -> Emit:
         zero_rows, sum_rows = (
             [builder.add(row, builder.mul(steps, ir.Constant(I64, 4 * n))) for row in scale_rows] for n in (1, 2)
         )
-        starts = [load_at(builder, _at(builder, table, 8 * b), I64, 8) for b in range(vectors)]
-        fetches = [load_at(builder, _at(builder, builder.add(table, ahead), 8 * b), I64, 8) for b in range(vectors)]
+        starts = [load_at(builder, offset_by(builder, table, 8 * b), I64, 8) for b in range(vectors)]
+        fetches = [
+            load_at(builder, offset_by(builder, builder.add(table, ahead), 8 * b), I64, 8) for b in range(vectors)
+        ]
         with cgutils.for_range(builder, steps) as loop:
             step = builder.mul(loop.index, w_stride)
             x_step = builder.mul(loop.index, ir.Constant(I64, BLOCK))
@@ -101,7 +100,7 @@ def _emit_blocks(kind: str) -> Emit:
             blocks = [builder.add(start, step) for start in starts]
             for fetch in fetches:
                 for line in range(0, values_bytes + (0 if kind == "int8" else LINE_BYTES), LINE_BYTES):
-                    prefetch(builder, _at(builder, builder.add(fetch, step), line))
+                    prefetch(builder, offset_by(builder, builder.add(fetch, step), line))
             x_blocks = [builder.add(row, x_step) for row in x_rows]
             dots = [[iconst(0)] * vectors for _ in range(rows)]
             if not four_bits:
@@ -112,16 +111,16 @@ def _emit_blocks(kind: str) -> Emit:
             for i in range(BLOCK // 4):
                 w = [_values(builder, block, i, four_bits=four_bits) for block in blocks]
                 for m in range(rows):
-                    word = broadcast(builder, load_at(builder, _at(builder, x_blocks[m], 4 * i), I32), VI)
+                    word = broadcast(builder, load_at(builder, offset_by(builder, x_blocks[m], 4 * i), I32), VI)
                     dots[m] = [_dot(builder, dot, values, word) for dot, values in zip(dots[m], w, strict=True)]
             w_scales, smallest = [None] * vectors, [None] * vectors
             if kind != "int8":
                 # Vectors come in pairs, the two halves of a tile.
                 offsets = [2 * values_bytes if b % 2 == 0 else values_bytes + HALF_BYTES for b in range(vectors)]
-                places = [_at(builder, block, offset) for block, offset in zip(blocks, offsets, strict=True)]
+                places = [offset_by(builder, block, offset) for block, offset in zip(blocks, offsets, strict=True)]
                 w_scales = [_load_half(builder, place) for place in places]
                 if four_bits:
-                    smallest = [_load_half(builder, _at(builder, place, LINE_BYTES)) for place in places]
+                    smallest = [_load_half(builder, offset_by(builder, place, LINE_BYTES)) for place in places]
             for m in range(rows):
                 x_scale = broadcast(builder, load_at(builder, builder.add(scale_rows[m], fact_step), F32), VF)
                 x_sum = broadcast(builder, load_at(builder, builder.add(sum_rows[m], fact_step), F32), VF)
@@ -137,7 +136,7 @@ def _emit_blocks(kind: str) -> Emit:
             for b in range(vectors):
                 # Behind the tile's blocks; a half's values start where the other's end.
                 offset = 0 if b % 2 == 0 else LINE_BYTES - values_bytes
-                w_scale = load_at(builder, _at(builder, builder.add(starts[b], end), offset), VF)
+                w_scale = load_at(builder, offset_by(builder, builder.add(starts[b], end), offset), VF)
                 for row in sums:
                     row[b] = builder.fmul(row[b], w_scale)
         store_sums(builder, sums, out, out_stride)
@@ -152,8 +151,8 @@ def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
 def _values(builder: Any, block: Any, word: int, *, four_bits: bool) -> Any:
     """Load four values of each output. A block's first half is in the low bits of its bytes, the second in the high."""
     if not four_bits:
-        return load_at(builder, _at(builder, block, LINE_BYTES * word), VI)
-    both = load_at(builder, _at(builder, block, LINE_BYTES * (word % 4)), VI)
+        return load_at(builder, offset_by(builder, block, LINE_BYTES * word), VI)
+    both = load_at(builder, offset_by(builder, block, LINE_BYTES * (word % 4)), VI)
     return builder.and_(builder.lshr(both, iconst(4)) if word >= 4 else both, iconst(0x0F0F0F0F))
 
 

@@ -32,6 +32,8 @@ from engine_v1.kernels.intrinsics import (
     iconst,
 )
 
+LINE_BYTES = 64  # a vector, and a cache line
+
 # Emits the code of one tile: builder, rows, vectors, then the arguments of :func:`tile` from `x` on.
 Emit = Callable[..., None]
 
@@ -82,6 +84,11 @@ def row_addresses(builder: Any, first: Any, stride: Any, rows: int) -> list[Any]
     return [builder.add(first, builder.mul(stride, ir.Constant(I64, m))) for m in range(rows)]
 
 
+def offset_by(builder: Any, address: Any, num_bytes: int) -> Any:
+    """Return the address so many bytes further on."""
+    return builder.add(address, ir.Constant(I64, num_bytes))
+
+
 def load_at(builder: Any, address: Any, kind: Any, align: int = 4) -> Any:
     """Load a value of an LLVM type."""
     value = builder.load(builder.inttoptr(address, kind.as_pointer()))
@@ -93,7 +100,7 @@ def store_sums(builder: Any, sums: list[list[Any]], out: Any, out_stride: Any) -
     """Write float32 vectors, by row and vector, to the tile's outputs."""
     for row, values in zip(row_addresses(builder, out, out_stride, len(sums)), sums, strict=True):
         for b, value in enumerate(values):
-            place = builder.inttoptr(builder.add(row, ir.Constant(I64, 4 * LANES * b)), VF.as_pointer())
+            place = builder.inttoptr(offset_by(builder, row, LINE_BYTES * b), VF.as_pointer())
             builder.store(value, place).align = 4
 
 
@@ -107,7 +114,7 @@ def prefetch(builder: Any, at: Any) -> None:
     call(builder, "llvm.prefetch.p0i8", ir.VoidType(), [builder.inttoptr(at, I8.as_pointer()), *flags])
 
 
-def multiply_add(builder: Any, kind: str, x: Any, w: Any, acc: Any) -> Any:
+def _multiply_add(builder: Any, kind: str, x: Any, w: Any, acc: Any) -> Any:
     """One k step: x and w hold one float32, or a pair of bf16, per lane."""
     if kind == "f32":
         return call(builder, "llvm.fma.v16f32", VF, [x, w, acc])
@@ -120,8 +127,26 @@ def multiply_add(builder: Any, kind: str, x: Any, w: Any, acc: Any) -> Any:
     return acc
 
 
-def _emit_float_tile(kind: str) -> Emit:
+def multiply_rows(builder: Any, kind: str, x_rows: list[Any], offset: Any, w: list[Any], acc: list[list[Any]]) -> None:
+    """Emit one k step of a whole tile.
+
+    Args:
+        builder: where to.
+        kind: "bf16" or "f32".
+        x_rows: addresses of the rows.
+        offset: bytes from there to the step's values.
+        w: the step's weights, by vector.
+        acc: places of the sums, by row and vector.
+    """
     scalar, vector, align = (I32, VI, 2) if kind == "bf16" else (F32, VF, 4)
+    for row, sums in zip(x_rows, acc, strict=True):
+        xs = broadcast(builder, load_at(builder, builder.add(row, offset), scalar, align), vector)
+        for weights, place in zip(w, sums, strict=True):
+            builder.store(_multiply_add(builder, kind, xs, weights, builder.load(place)), place)
+
+
+def _emit_float_tile(kind: str) -> Emit:
+    vector = VI if kind == "bf16" else VF
 
     def emit(
         builder: Any, rows: int, vectors: int, x: Any, x_stride: Any, table: Any, table_stride: Any, ahead: Any,
@@ -132,7 +157,7 @@ def _emit_float_tile(kind: str) -> Emit:
         with cgutils.for_range(builder, groups) as group:
             line = builder.add(table, builder.mul(group.index, table_stride))
             starts, fetches = (
-                [load_at(builder, builder.add(place, ir.Constant(I64, 8 * b)), I64, 8) for b in range(vectors)]
+                [load_at(builder, offset_by(builder, place, 8 * b), I64, 8) for b in range(vectors)]
                 for place in (line, builder.add(line, ahead))
             )
             done = builder.mul(group.index, steps)
@@ -143,11 +168,7 @@ def _emit_float_tile(kind: str) -> Emit:
                     w.append(load_at(builder, builder.add(start, step), vector))
                     prefetch(builder, builder.add(fetch, step))
                 offset = builder.mul(builder.add(done, loop.index), ir.Constant(I64, 4))
-                for m in range(rows):
-                    xs = broadcast(builder, load_at(builder, builder.add(x_rows[m], offset), scalar, align), vector)
-                    for b in range(vectors):
-                        new = multiply_add(builder, kind, xs, w[b], builder.load(acc[m][b]))
-                        builder.store(new, acc[m][b])
+                multiply_rows(builder, kind, x_rows, offset, w, acc)
         store_sums(builder, [[builder.load(slot) for slot in row] for row in acc], out, out_stride)
 
     return emit

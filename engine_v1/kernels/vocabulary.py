@@ -84,11 +84,10 @@ class OutputProjection:
         self._entry = warm_up(act, progress=progress)
         self._vocab_size, self._max_logit_rows, self._threads = vocab_size, max_logit_rows, threads
         self._weights = weights
-        self._is_screened = weights.is_screened
         self._unscreened_steps = 0  # to come, since screening left too much to compute
         self._num_tasks = -(-vocab_size // (TILE_COLUMNS * ARGMAX_TILES))
         rows, candidates, hidden_pad = max_logit_rows, self._num_tasks * max_logit_rows, padded(hidden_size)
-        byte_rows = rows if weights.vocab_format.quantized or self._is_screened else 0
+        byte_rows = rows if weights.vocab_format.quantized or weights.is_screened else 0
         # Per thread: a block of a tile's outputs, three vectors a row, and a cache line apart from the next.
         scratch_size = MAX_TILE_ROWS * TILE_COLUMNS + rows * 3 * LANES + LANES
         self._sync = np.zeros(sync_size(_PHASES, threads), np.int64)
@@ -116,7 +115,7 @@ class OutputProjection:
         self._arguments[[_HIDDEN_SIZE, _HIDDEN_PAD, _VOCAB_SIZE, _SCRATCH_SIZE]] = sizes
         start, numbers = weights.packed.ctypes.data, weights.vocab_format.numbers(progress=progress)
         self._arguments[_EMBEDDING:_COPY] = start + weights.lm_head_at, *numbers
-        if self._is_screened:
+        if weights.is_screened:
             self._arguments[_COPY:] = start + weights.screen_at, *SCREEN_FORMAT.numbers(progress=progress)
             self._arguments[_BOUNDS] = weights.floats[weights.screen_bounds_at :].ctypes.data
 
@@ -144,7 +143,7 @@ class OutputProjection:
 
         Cost: reads half of a bf16 embedding, where a CPU has VNNI, and what :mod:`~engine_v1.kernels.screening` leaves.
         """
-        is_screened = self._is_screened and self._unscreened_steps == 0
+        is_screened = self._weights.is_screened and self._unscreened_steps == 0
         self._unscreened_steps -= self._unscreened_steps > 0
         self._run(hidden, rows, _SCREENED_ARGMAX if is_screened else _ARGMAX)
         if is_screened:

@@ -145,15 +145,13 @@ class CostModel:
         )
         self._covariance = np.outer(together, together) + np.diag(alone**2)
         self._forgotten = FORGETTING * self._covariance
-        self._features = np.zeros(len(self._values))
-        warmup(_fill_features, [_FILL_SIGNATURE])
+        warmup(_load_features, [_FEATURES_SIGNATURE])
         warmup(_learn, [_LEARN_SIGNATURE])
         self._slopes = self._row_slopes()
 
     def seconds(self, load: StepLoad) -> float:
         """Return what a step of this load should take."""
-        self._take(load)
-        return float(self._features @ self._values)
+        return float(self._features(load) @ self._values)
 
     def row_seconds(self, num_rows: int, *, drawn: bool) -> float:
         """Return what one more sampled row adds to a step of so many, without its attention to keys."""
@@ -169,13 +167,14 @@ class CostModel:
         """Learn from a step without prompt tokens."""
         if seconds <= 0.0:
             return
-        self._take(load)
-        _learn(self._features, seconds, self._values, self._least, self._covariance, self._forgotten)
+        _learn(self._features(load), seconds, self._values, self._least, self._covariance, self._forgotten)
         self._slopes = self._row_slopes()
 
-    def _take(self, load: StepLoad) -> None:
+    def _features(self, load: StepLoad) -> _Floats:
+        """Return how often a step takes each of the values."""
         attention = self._times.key_s * load.num_keys + self._times.row_key_s * load.num_draft_keys
-        _fill_features(load.num_rows, attention, load.num_rows if load.drawn else 0, self._knots, self._features)
+        features: _Floats = _load_features(load.num_rows, attention, load.num_rows if load.drawn else 0, self._knots)
+        return features
 
     def _row_slopes(self) -> list[float]:
         """Return what a further row costs from each knot on."""
@@ -184,13 +183,15 @@ class CostModel:
 
 
 @jit
-def _fill_features(num_rows: int, attention: float, num_drawn: int, knots: _Floats, features: _Floats) -> None:
-    """Write down how often a step takes each of the values."""
+def _load_features(num_rows: int, attention: float, num_drawn: int, knots: _Floats) -> _Floats:
+    """Return :meth:`CostModel._features`."""
+    features = np.empty(len(knots) + 3)
     features[0] = 1.0
     for i in range(len(knots)):
         features[1 + i] = max(num_rows - knots[i], 0.0)
     features[-2] = attention
     features[-1] = num_drawn
+    return features
 
 
 @jit
@@ -217,5 +218,5 @@ def _learn(
 
 
 _FLOATS, _SQUARE = types.float64[::1], types.float64[:, ::1]
-_FILL_SIGNATURE = (types.int64, types.float64, types.int64, _FLOATS, _FLOATS)
+_FEATURES_SIGNATURE = (types.int64, types.float64, types.int64, _FLOATS)
 _LEARN_SIGNATURE = (_FLOATS, types.float64, _FLOATS, _FLOATS, _SQUARE, _SQUARE)
