@@ -57,7 +57,8 @@ class Request:
     * ``prompt_logprobs`` has an entry for each prompt token whose predecessor was computed, where they were asked for.
 
     Only the scheduler writes progress (``num_computed_tokens``, ``output_token_ids``, ``status``); only a proposer
-    fills ``_spec_token_ids``, and what it rests on: ``_spec_match_length``, ``_spec_source``, ``_spec_probs``.
+    fills ``_spec_token_ids``, and what it rests on: ``_spec_match_length``, ``_spec_source``, ``_spec_probs``; only a
+    length controller shortens them and lets lookups pause.
 
     Args:
         request_id: unique among the unfinished requests of an engine.
@@ -125,6 +126,7 @@ class Request:
         self._spec_probs: list[float] = []  # per draft, how likely it is right if those before it are; [] if unknown
         self._spec_match_length = 0  # tokens at the end of the text that were found where the drafts come from
         self._spec_source = ""  # where they come from: "ngram", "suffix", "memory", ...
+        self._lookup_resumes_at = 0  # output tokens from which on drafts are looked up
         self.row = -1  # row of the token table while running
         self.block_hashes: list[bytes] = []  # of the full blocks of all_token_ids
         self.num_cached_tokens = -1  # prefix-cache hit of the first admission; -1 before it
@@ -157,6 +159,11 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Known tokens not computed yet. A request has no phase, only this count."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def lookup_pauses(self) -> bool:
+        """Whether no drafts are looked up for it now, since the last ones were not worth a row."""
+        return len(self.output_token_ids) < self._lookup_resumes_at
 
     @property
     def is_finished(self) -> bool:

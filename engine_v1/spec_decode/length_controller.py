@@ -1,5 +1,6 @@
 """Decides how much of each draft is worth its rows: the length between what was proposed and nothing."""
 
+import math
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
@@ -20,10 +21,15 @@ SAFETY_ALONE = 1.4
 # After so many steps in a row with drafts one has none, so that what drafts cost is seen and not only believed; then
 # after twice as many, and so on up to the second number.
 FIRST_PATIENCE, LAST_PATIENCE = 4, 512
+# After so many steps in a row without a draft worth a row requests are looked up once in LOOKUP_EVERY tokens only, if
+# a step has less than SMALL_SHARE_S for each: what the host does for a lookup, 15 to 20 us, is then 3 % of it or more.
+# Not sooner: guesses that are not looked up are not scored, and a request that copies is known by its scores.
+LOOKUP_PATIENCE, LOOKUP_EVERY = 8, 4
+SMALL_SHARE_S = 0.5e-3
 
 
 class LengthController(Protocol):
-    """Shortens drafts between proposing and scheduling. It changes nothing else of a request that others read."""
+    """Shortens drafts between proposing and scheduling, and may let lookups pause (``Request._lookup_resumes_at``)."""
 
     def shorten(self, running: Sequence[Request], waiting: Iterable[Request]) -> None:
         """Cut ``_spec_token_ids`` of the running requests to what the next step should verify.
@@ -147,8 +153,9 @@ class AdaptiveLength(LengthController):
         # there may be.
         self._drafted_steps = [0] * (num_rows.bit_length() + 1)
         self._patience = [FIRST_PATIENCE] * (num_rows.bit_length() + 1)
-        self._token_s = 0.0  # what a token of the step costs without drafts
+        self._token_s = math.inf  # what a token of the step costs without drafts
         self._draft_row_s = 0.0  # what its draft rows cost, on average
+        self._num_fruitless = 0  # steps with lookups since one that found a draft worth a row
 
     def shorten(self, running: Sequence[Request], waiting: Iterable[Request]) -> None:
         """See :class:`LengthController`."""
@@ -156,12 +163,15 @@ class AdaptiveLength(LengthController):
         self._drawn = False
         num_decoding = num_keys = num_forced = 0
         num_prompts = num_prompt_tokens = 0
+        looked_up: list[Request] = []
         for request in running:
             if request.num_pending_tokens != 1:
                 num_prompts += 1
                 num_prompt_tokens += request.num_pending_tokens
                 continue
             num_decoding += 1
+            if not request.lookup_pauses:
+                looked_up.append(request)
             num_keys += request.num_tokens
             state = self._states[request.row]
             if state.owner is not request:
@@ -171,17 +181,22 @@ class AdaptiveLength(LengthController):
                 num_forced += len(request._spec_token_ids)
             elif request._spec_token_ids:
                 self._guesses.append(_guess(request, state))
-        if not self._guesses:
-            return
-        self._safety = SAFETY if any(True for _ in waiting) else SAFETY_ALONE
-        for request in islice(waiting, self._num_rows - len(running)):
-            num_prompts += 1
-            num_prompt_tokens += request.num_tokens
-        num_other = min(num_prompt_tokens, self._max_num_batched_tokens - num_decoding) + num_forced
-        self._choose(num_decoding, num_keys, num_prompts, num_other)
+        num_worth = 0
+        if self._guesses:
+            self._safety = SAFETY if any(True for _ in waiting) else SAFETY_ALONE
+            for request in islice(waiting, self._num_rows - len(running)):
+                num_prompts += 1
+                num_prompt_tokens += request.num_tokens
+            num_other = min(num_prompt_tokens, self._max_num_batched_tokens - num_decoding) + num_forced
+            num_worth = self._choose(num_decoding, num_keys, num_prompts, num_other)
+        if looked_up:
+            self._num_fruitless = 0 if num_worth else self._num_fruitless + 1
+        if self._num_fruitless >= LOOKUP_PATIENCE and self._token_s < SMALL_SHARE_S:
+            for request in looked_up:
+                request._lookup_resumes_at = request.num_output_tokens + LOOKUP_EVERY
 
-    def _choose(self, num_decoding: int, num_keys: int, num_prompts: int, num_other: int) -> None:
-        """Give every request its share of the draft rows that pay.
+    def _choose(self, num_decoding: int, num_keys: int, num_prompts: int, num_other: int) -> int:
+        """Give every request its share of the draft rows that pay; return how many pay.
 
         Args:
             num_decoding: requests that commit a token for certain.
@@ -227,11 +242,11 @@ class AdaptiveLength(LengthController):
             chance *= probability(guess.source, guess.grade(length), guess.state.log_odds)
             heapreplace(heap, (rate * key_s - chance, index, chance, length + 1))
         num_drafts = sum(kept)
-        if num_drafts and num_prompts == 0 and self._is_check(num_decoding):
-            kept, num_drafts = [0] * len(kept), 0
+        is_check = num_drafts > 0 and num_prompts == 0 and self._is_check(num_decoding)
         self._draft_row_s = (seconds - first_s) / num_drafts if num_drafts else 0.0
         for guess, length in zip(self._guesses, kept, strict=True):
-            guess.request._spec_token_ids = guess.token_ids[:length]
+            guess.request._spec_token_ids = guess.token_ids[: 0 if is_check else length]
+        return num_drafts
 
     def _is_check(self, num_decoding: int) -> bool:
         """Whether the drafts of a step are left out to see what it takes without them, which is rarer each time."""
@@ -273,7 +288,7 @@ class AdaptiveLength(LengthController):
                 break
             num_right += 1
         state.log_odds = log_odds
-        if num_right == min(len(new_ids), len(guess.token_ids)):
+        if num_right == min(len(new_ids), len(guess.token_ids)) and not request.lookup_pauses:
             state.match_length = guess.match_length + len(new_ids)
             state.rest = guess.token_ids[len(new_ids) :]
         else:

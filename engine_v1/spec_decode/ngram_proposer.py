@@ -12,7 +12,7 @@ from engine_v1.kernels.intrinsics import int32_view
 from engine_v1.kernels.jit import jit, kernel_part, warmup
 from engine_v1.request import Request
 from engine_v1.spec_decode.hashing import mix, place
-from engine_v1.spec_decode.proposer import Proposer, draftable_requests
+from engine_v1.spec_decode.proposer import Proposer, requests_to_look_up
 
 
 def ngram_draft(
@@ -239,7 +239,7 @@ class NgramProposer(Proposer):
     def propose(self, requests: Sequence[Request]) -> None:
         """Set ``_spec_token_ids`` of every request; see ``Proposer``."""
         eligible: list[Request] = []
-        for request, cap in draftable_requests(requests, self._num_speculative_tokens):
+        for request, cap in requests_to_look_up(requests, self._num_speculative_tokens):
             row, num_tokens = request.row, request.num_tokens
             if request.request_id not in self._row_of:
                 self._row_of[request.request_id] = row

@@ -58,6 +58,15 @@ def draftable_requests(requests: Iterable[Request], num_speculative_tokens: int)
             request._spec_token_ids = []
 
 
+def requests_to_look_up(requests: Iterable[Request], num_speculative_tokens: int) -> Iterator[tuple[Request, int]]:
+    """Yield what :func:`draftable_requests` does, but for requests whose lookups pause; those have no draft either."""
+    for request, cap in draftable_requests(requests, num_speculative_tokens):
+        if request.lookup_pauses:
+            request._spec_token_ids = []
+        else:
+            yield request, cap
+
+
 class WrappingProposer(Proposer):
     """Passes everything on to another proposer; subclasses change what that has drafted.
 

@@ -11,8 +11,8 @@ from engine_v1.kernels.intrinsics import int32_view
 from engine_v1.kernels.jit import jit, kernel_part, warmup
 from engine_v1.request import Request
 from engine_v1.spec_decode.hashing import mix
-from engine_v1.spec_decode.proposer import Proposer, draftable_requests
-from engine_v1.spec_decode.shared_memory import Partition, SharedMemory
+from engine_v1.spec_decode.proposer import Proposer, requests_to_look_up
+from engine_v1.spec_decode.shared_memory import SharedMemory
 from engine_v1.spec_decode.successors import (
     COUNTS,
     ENTRY_SIZE,
@@ -310,7 +310,8 @@ class SuffixProposer(Proposer):
         self._facts = np.zeros((num_rows, 3), np.int32)
         self._row_of: dict[str, int] = {}  # the requests that have tables
         self._tables: dict[int, SuccessorTable] = {}  # by row
-        self._partitions: dict[int, Partition] = {}  # by row: what a kernel reads must not be freed meanwhile
+        # By row, a partition's table and adjacencies: what a kernel reads must not be freed meanwhile.
+        self._shared: dict[int, tuple[SuccessorTable, SuccessorTable]] = {}
         self._addresses = np.zeros((num_rows, num_sources), np.int64)
         self._capacities = np.zeros((num_rows, num_sources), np.int64)
         self._counted = np.zeros((num_rows, 2), np.int64)
@@ -319,21 +320,25 @@ class SuffixProposer(Proposer):
     def propose(self, requests: Sequence[Request]) -> None:
         """Set ``_spec_token_ids`` of every request; see ``Proposer``."""
         eligible: list[Request] = []
-        for request, cap in draftable_requests(requests, self._num_speculative_tokens):
-            index = len(eligible)
-            self._rows[index] = request.row
-            self._lengths[index] = request.num_tokens
-            self._prompt_lengths[index] = request.num_prompt_tokens
-            self._caps[index] = cap
+        caps: list[int] = []
+        for request, cap in requests_to_look_up(requests, self._num_speculative_tokens):
             self._attach(request)
             eligible.append(request)
+            caps.append(cap)
         if not eligible:
             return
-        self._lookup(len(eligible))
-        for request in eligible:
-            num_drafts, match_length, source = self._facts[request.row].tolist()
-            request._spec_token_ids = self._drafts[request.row, :num_drafts].tolist()
-            request._spec_probs = self._probs[request.row, :num_drafts].tolist()
+        count = len(eligible)
+        self._rows[:count] = [request.row for request in eligible]
+        self._lengths[:count] = [request.num_tokens for request in eligible]
+        self._prompt_lengths[:count] = [request.num_prompt_tokens for request in eligible]
+        self._caps[:count] = caps
+        self._lookup(count)
+        facts = self._facts[self._rows[:count]].tolist()
+        for request, (num_drafts, match_length, source) in zip(eligible, facts, strict=True):
+            request._spec_token_ids, request._spec_probs = [], []
+            if num_drafts > 0:
+                request._spec_token_ids = self._drafts[request.row, :num_drafts].tolist()
+                request._spec_probs = self._probs[request.row, :num_drafts].tolist()
             request._spec_match_length = match_length
             request._spec_source = SOURCES[source]
 
@@ -342,7 +347,7 @@ class SuffixProposer(Proposer):
         row = self._row_of.pop(request.request_id, None)
         if row is not None:
             del self._tables[row]
-            self._partitions.pop(row, None)
+            self._shared.pop(row, None)
             self._addresses[row] = 0
 
     def finished(self, request: Request) -> None:
@@ -359,13 +364,15 @@ class SuffixProposer(Proposer):
             self._counted[row, 1] = num_tokens
             if self._corpus is not None:
                 self._point(row, CORPUS, self._corpus)
-        elif len(ORDERS) * num_tokens > self._capacities[row, OWN]:
+        elif len(ORDERS) * num_tokens > self._tables[row].capacity:
             self._allot(row, num_tokens)
         if self._memory is not None:
-            partition = self._partitions[row] = self._memory.partition(request.cache_salt)
-            self._point(row, MEMORY, partition.table)
-            if self._recycles:
-                self._point(row, RECYCLING, partition.adjacency)
+            partition = self._memory.partition(request.cache_salt)
+            if self._shared.get(row, (None,))[0] is not partition.table:
+                self._shared[row] = partition.table, partition.adjacency
+                self._point(row, MEMORY, partition.table)
+                if self._recycles:
+                    self._point(row, RECYCLING, partition.adjacency)
 
     def _allot(self, row: int, num_tokens: int) -> None:
         """Give a row an empty table with room for all contexts of its tokens and some to come; the lookup fills it."""

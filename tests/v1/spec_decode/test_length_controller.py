@@ -6,7 +6,7 @@ from engine_v1.engine.core import EngineCore
 from engine_v1.spec_decode import length_controller
 from engine_v1.spec_decode.cost_model import CostModel, StepLoad, StepTimes
 from engine_v1.spec_decode.length_controller import AdaptiveLength, BatchSizeTable
-from engine_v1.spec_decode.proposer import Proposer
+from engine_v1.spec_decode.proposer import Proposer, requests_to_look_up
 from tests.factories import make_request, make_scheduler, run_step, sampled
 
 # Memory-bound: one to eight rows take the same time, then every row takes half a second more.
@@ -296,6 +296,108 @@ class TestLearning:
         (request,) = run(core, 1, 10)
         assert sum(request.step_drafted) > 0
         assert request.spec_time_saved_s == pytest.approx(-sum(request.step_drafted) * 0.2, rel=0.1)
+
+
+class Lookups(Guesses):
+    """Drafts for those whose lookups do not pause, and notes at which output tokens."""
+
+    def __init__(self, token_ids):
+        super().__init__(token_ids)
+        self.asked = []
+
+    def propose(self, requests):
+        for request, cap in requests_to_look_up(requests, 8):
+            draft(request, self.token_ids[:cap], match_length=3)
+            self.asked.append(request.num_output_tokens)
+
+
+class HalfRight(Lookups):
+    """Nothing for the first request, whose lookups are noted; the right tokens for the others."""
+
+    def __init__(self):
+        super().__init__([])
+
+    def propose(self, requests):
+        for request, cap in requests_to_look_up(requests, 8):
+            if request.request_id == "r0":
+                self.asked.append(request.num_output_tokens)
+            else:
+                draft(request, [7][:cap], match_length=3)
+
+
+def scaled(times, factor):
+    return StepTimes({rows: seconds * factor for rows, seconds in times.rows.items()})
+
+
+class TestPauses:
+    def test_lookups_that_are_not_worth_a_row_become_rare(self):
+        """Steps of 0.1 ms a row: after eight lookups in vain every fourth token is looked up."""
+        proposer = Lookups([3, 3])
+        core, _ = make_core(scaled(LINEAR, 1e-4), proposer)
+        run(core, 1, 30)
+        assert proposer.asked == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24, 28]
+
+    def test_lookups_without_a_draft_count_too(self):
+        """The same where the text has nothing to copy, as soon as it is known what a step takes."""
+        proposer = Lookups([3])
+        core, _ = make_core(scaled(LINEAR, 1e-4), proposer)
+        run(core, 1, 3)
+        proposer.token_ids, proposer.asked = [], []
+        run(core, 1, 21)
+        assert proposer.asked == [1, 2, 3, 4, 5, 6, 10, 14, 18]  # two were in vain before
+
+    def test_long_steps_have_room_for_every_lookup(self):
+        """Steps of 1 ms a row: 15 us are little."""
+        proposer = Lookups([3, 3])
+        core, _ = make_core(scaled(LINEAR, 1e-3), proposer)
+        run(core, 1, 30)
+        assert proposer.asked == list(range(1, 29))
+
+    def test_a_draft_worth_a_row_ends_it(self):
+        """Rows are free: the first lookup that is right after a pause is followed by one in every step."""
+        proposer = Lookups([])
+        core, _ = make_core(scaled(FLAT_THEN_STEEP, 1e-5), proposer)
+        proposer.token_ids = [7]
+        run(core, 1, 3)
+        proposer.token_ids, proposer.asked = [], []
+        core.add_request(make_request("r1", max_tokens=30))
+        while len(proposer.asked) < 10:
+            core.step()
+        proposer.token_ids = [7]
+        while core.has_unfinished_requests():
+            core.step()
+        assert proposer.asked[8:] == [12, 16, 20, 22, 24, 26, 28]
+
+    def test_a_pause_ends_what_was_known_of_the_match(self):
+        """Nobody looked whether the text went on as it had, so the next match counts as what the lookup reports."""
+        proposer = Lookups([7, 7])
+        core, controller = make_core(scaled(LINEAR, 1e-4), proposer)
+        seen = []
+        observe = controller.acceptance.observe
+
+        def noted(source, match_length, log_odds, *, accepted):
+            seen.append(match_length)
+            return observe(source, match_length, log_odds, accepted=accepted)
+
+        controller.acceptance.observe = noted
+        run(core, 1, 18)
+        assert proposer.asked == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16]
+        assert seen == [3, 4, 5, 6, 7, 8, 9, 10, 3, 3]
+
+    def test_a_new_request_is_looked_up_at_once(self):
+        """It may have what to copy, whatever the others have; then it pauses like them."""
+        proposer = Lookups([3, 3])
+        core, _ = make_core(scaled(LINEAR, 1e-4), proposer)
+        run(core, 1, 30)
+        proposer.asked = []
+        run(core, 1, 10)
+        assert proposer.asked == [1, 5]
+
+    def test_one_draft_worth_a_row_is_enough_for_all(self):
+        """Rows are free: while one request has good drafts, for 15 steps, the other is looked up, and in 8 more."""
+        core, _ = make_core(scaled(FLAT_THEN_STEEP, 1e-5), HalfRight())
+        run(core, 2, 30)
+        assert core.proposer.asked == [*range(1, 24), 27]
 
 
 class TestPreemption:

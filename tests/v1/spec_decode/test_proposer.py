@@ -80,6 +80,31 @@ class TestDraftableRequests:
         assert list(draftable_requests([request], K)) == [(request, cap)]
 
 
+class TestPausedLookups:
+    @pytest.mark.parametrize("name", SPECULATIVE_METHODS)
+    def test_nobody_looks_up_a_request_that_pauses(self, name):
+        """It loses its old draft; its neighbour is drafted for, and so is it at the token at which lookups resume."""
+        table = TokenTable(2, 32)
+        paused, other = start(table, "r0"), start(table, "r1")
+        paused._lookup_resumes_at = paused.num_output_tokens + 1
+        proposer = make(name, table)
+        proposer.propose([paused, other])
+        assert paused._spec_token_ids == []
+        assert other._spec_token_ids[:3] == NEXT[:3]
+        paused._lookup_resumes_at = paused.num_output_tokens
+        proposer.propose([paused, other])
+        assert paused._spec_token_ids == other._spec_token_ids
+
+    @pytest.mark.parametrize("name", ["prediction", "grammar"])
+    def test_what_needs_no_lookup_goes_on(self, name):
+        """A prediction and what a grammar forces cost nothing to find."""
+        table = TokenTable(1, 32)
+        request = start(table)
+        request._lookup_resumes_at = request.num_output_tokens + 1
+        make(name, table).propose([request])
+        assert request._spec_token_ids
+
+
 class TestEveryProposer:
     @pytest.mark.parametrize("options", NOT_DRAFTABLE.values(), ids=NOT_DRAFTABLE.keys())
     @pytest.mark.parametrize("name", [*SPECULATIVE_METHODS, "prediction", "grammar", "oracle"])

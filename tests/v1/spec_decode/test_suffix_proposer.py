@@ -253,7 +253,7 @@ class TestSharing:
         proposer.propose([request])
         proposer.released(request)
         proposer.released(request)
-        assert (proposer._row_of, proposer._tables, proposer._partitions) == ({}, {}, {})
+        assert (proposer._row_of, proposer._tables, proposer._shared) == ({}, {}, {})
 
     def test_a_preempted_request_gets_its_drafts_in_another_row(self):
         """Its table is made again from its tokens."""
