@@ -216,6 +216,19 @@ def run(core, num_requests, max_tokens):
     return requests
 
 
+def scored_match_lengths(controller):
+    """Return a list that fills with the match length of every guess that is scored."""
+    seen = []
+    observe = controller.acceptance.observe
+
+    def noted(source, match_length, log_odds, *, accepted):
+        seen.append(match_length)
+        return observe(source, match_length, log_odds, accepted=accepted)
+
+    controller.acceptance.observe = noted
+    return seen
+
+
 class TestLearning:
     def test_drafts_that_are_always_wrong_are_given_up(self):
         """Rows cost little but something: after a few tokens nothing is drafted any more."""
@@ -240,14 +253,7 @@ class TestLearning:
     def test_right_guesses_grow_a_match_beyond_what_the_lookup_reports(self):
         """A lookup that reports 4 at most: each right guess that goes on makes the next one surer."""
         core, controller = make_core(LINEAR, Guesses([7, 7, 7], match_length=4))
-        seen = []
-        observe = controller.acceptance.observe
-
-        def noted(source, match_length, log_odds, *, accepted):
-            seen.append(match_length)
-            return observe(source, match_length, log_odds, accepted=accepted)
-
-        controller.acceptance.observe = noted
+        seen = scored_match_lengths(controller)
         run(core, 1, 8)
         # A step of n rows takes n seconds, so nothing is verified: one guess is scored a step.
         assert seen == [4, 5, 6, 7, 8, 9]
@@ -312,17 +318,11 @@ class Lookups(Guesses):
 
 
 class HalfRight(Lookups):
-    """Nothing for the first request, whose lookups are noted; the right tokens for the others."""
-
-    def __init__(self):
-        super().__init__([])
+    """Looks up the first request only; the others have the right token."""
 
     def propose(self, requests):
-        for request, cap in requests_to_look_up(requests, 8):
-            if request.request_id == "r0":
-                self.asked.append(request.num_output_tokens)
-            else:
-                draft(request, [7][:cap], match_length=3)
+        super().propose([request for request in requests if request.request_id == "r0"])
+        Guesses([7]).propose([request for request in requests if request.request_id != "r0"])
 
 
 def scaled(times, factor):
@@ -355,9 +355,8 @@ class TestPauses:
 
     def test_a_draft_worth_a_row_ends_it(self):
         """Rows are free: the first lookup that is right after a pause is followed by one in every step."""
-        proposer = Lookups([])
+        proposer = Lookups([7])
         core, _ = make_core(scaled(FLAT_THEN_STEEP, 1e-5), proposer)
-        proposer.token_ids = [7]
         run(core, 1, 3)
         proposer.token_ids, proposer.asked = [], []
         core.add_request(make_request("r1", max_tokens=30))
@@ -372,14 +371,7 @@ class TestPauses:
         """Nobody looked whether the text went on as it had, so the next match counts as what the lookup reports."""
         proposer = Lookups([7, 7])
         core, controller = make_core(scaled(LINEAR, 1e-4), proposer)
-        seen = []
-        observe = controller.acceptance.observe
-
-        def noted(source, match_length, log_odds, *, accepted):
-            seen.append(match_length)
-            return observe(source, match_length, log_odds, accepted=accepted)
-
-        controller.acceptance.observe = noted
+        seen = scored_match_lengths(controller)
         run(core, 1, 18)
         assert proposer.asked == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16]
         assert seen == [3, 4, 5, 6, 7, 8, 9, 10, 3, 3]
@@ -395,7 +387,7 @@ class TestPauses:
 
     def test_one_draft_worth_a_row_is_enough_for_all(self):
         """Rows are free: while one request has good drafts, for 15 steps, the other is looked up, and in 8 more."""
-        core, _ = make_core(scaled(FLAT_THEN_STEEP, 1e-5), HalfRight())
+        core, _ = make_core(scaled(FLAT_THEN_STEEP, 1e-5), HalfRight([]))
         run(core, 2, 30)
         assert core.proposer.asked == [*range(1, 24), 27]
 
