@@ -15,7 +15,17 @@ that row's result through its own key and query.
 import numpy as np
 
 from engine_v1.kernels.elementwise import LOG2_E, copy_finite, merge_span, rms_norm, softmax_span  # noqa: F401
-from engine_v1.kernels.intrinsics import LANES, WIDE_TILE_ROWS, address, copy_values, copy_word, load, splat, store
+from engine_v1.kernels.intrinsics import (
+    LANES,
+    WIDE_TILE_ROWS,
+    address,
+    copy_values,
+    copy_word,
+    fetch_to_write,
+    load,
+    splat,
+    store,
+)
 from engine_v1.kernels.jit import jit, kernel_part
 from engine_v1.kernels.linear import block_rows
 from engine_v1.kernels.schedule import claim, finish
@@ -32,7 +42,10 @@ UNIT_ROW, UNIT_ROWS, UNIT_POSITION, UNIT_REQUEST, UNIT_FIRST_SPAN, UNIT_LAST_SPA
 UNIT_COLUMNS = 7
 # A tile computes up to 64 scores at once: four groups, of which the last ones may lie past the span.
 SCORES_STRIDE = SPAN + 3 * GROUP
-KEYS_AHEAD = GROUPS + 4  # places in a thread's table of addresses
+# Groups by which keys and values are fetched ahead of their use: 8 kB of a head of 64 bf16 values.
+GROUPS_AHEAD = 4
+# Where values begin in a thread's table of addresses: behind the keys' and what is fetched or computed past them.
+VALUES_AT = GROUPS + GROUPS_AHEAD + 4
 
 
 @kernel_part
@@ -91,39 +104,65 @@ def _rotate(x, at, rope, rope_at, half):  # type: ignore[no-untyped-def]
 def rope_and_cache(  # type: ignore[no-untyped-def]
     ctx, phase, m, layer, bias_at, q_norm_at, k_norm_at, floats, rope, positions, slots, qkv, q, keys, values
 ):  # fmt: skip
-    """Finish each row's projections: bias, norm of queries and keys, rotary embedding; write keys and values."""
+    """Finish each row's projections: bias, norm of queries and keys, rotary embedding; write keys and values.
+
+    A task is one row and one key-value head with its queries, and rows follow each other: a group of keys is so written
+    by one thread, but for the border between two shares. Two threads would take its lines from each other.
+    """
     heads = m.heads + 2 * m.kv_heads
     pad = m.head_pad
     row_scratch = ctx.row_at
+    x, at = ctx.scratch, ctx.scratch_at
+    total = m.kv_heads * m.rows
     done = 0
-    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
+    task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
     while task >= 0:
-        rope_at = np.int64(positions[task]) * 2 * m.rope_half
-        for head in range(heads):
-            at = (task * heads + head) * pad
-            if bias_at >= 0:
-                for i in range(0, pad, LANES):
-                    store(qkv, at + i, load(qkv, at + i) + load(floats, bias_at + head * pad + i))
-            if head < m.heads + m.kv_heads:
-                norm_at = q_norm_at if head < m.heads else k_norm_at
+        kv_head, row = task // m.rows, task % m.rows
+        rope_at = np.int64(positions[row]) * 2 * m.rope_half
+        _fetch_places(m, layer, slots[row], kv_head, keys, values)
+        for i in range(m.group_heads + 2):  # queries, the key, the value
+            head = kv_head * m.group_heads + i
+            if i >= m.group_heads:
+                head = m.heads + (i - m.group_heads) * m.kv_heads + kv_head
+            # What another thread has written is copied: writing it takes several times as long as reading.
+            for j in range(0, pad, LANES):
+                v = load(qkv, (row * heads + head) * pad + j)
+                if bias_at >= 0:
+                    v = v + load(floats, bias_at + head * pad + j)
+                store(x, at + j, v)
+            if i <= m.group_heads:
+                norm_at = q_norm_at if i < m.group_heads else k_norm_at
                 if norm_at >= 0:
-                    rms_norm(qkv, at, floats, norm_at, m.head_size, pad, ctx.eps, qkv, at)
-                _rotate(qkv, at, rope, rope_at, m.rope_half)
-            if head < m.heads:
-                for i in range(0, pad, LANES):
-                    store(q, (task * m.heads + head) * pad + i, load(qkv, at + i))
+                    rms_norm(x, at, floats, norm_at, m.head_size, pad, ctx.eps, x, at)
+                _rotate(x, at, rope, rope_at, m.rope_half)
+            if i < m.group_heads:
+                for j in range(0, pad, LANES):
+                    store(q, (row * m.heads + head) * pad + j, load(x, at + j))
+                continue
+            is_key = i == m.group_heads
+            if is_key:
+                for j in range(0, pad, LANES):
+                    store(ctx.act, row_scratch + j, load(x, at + j))
             else:
-                is_key = head < m.heads + m.kv_heads
-                kv_head = (head - m.heads) % m.kv_heads
-                if is_key:
-                    for i in range(0, pad, LANES):
-                        store(ctx.act, row_scratch + i, load(qkv, at + i))
-                else:
-                    copy_finite(qkv, at, pad, ctx.act, row_scratch)
-                _write_row(ctx, m, layer, slots[task], kv_head, is_key, row_scratch, keys, values)
+                copy_finite(x, at, pad, ctx.act, row_scratch)
+            _write_row(ctx, m, layer, slots[row], kv_head, is_key, row_scratch, keys, values)
         done += 1
-        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, m.rows)
-    finish(ctx.sync, ctx.threads, phase, done, m.rows)
+        task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
+    finish(ctx.sync, ctx.threads, phase, done, total)
+
+
+@kernel_part
+def _fetch_places(m, layer, slot, kv_head, keys, values):  # type: ignore[no-untyped-def]
+    """Ask for the lines that a key and a value row will be written to: a key's are as many as its head is long."""
+    if m.block_size % GROUP == 0:
+        offset = slot % m.block_size
+        at = _group_at(m, layer, slot // m.block_size, kv_head, offset // GROUP)
+        pair = count_pairs(keys)
+        for step in range(m.head_pad // pair):
+            fetch_to_write(keys, at + step * GROUP * pair)
+        first = at + offset % GROUP // pair * m.head_pad * pair
+        for d in range(0, m.head_pad, LANES):
+            fetch_to_write(values, first + d * pair)
 
 
 @kernel_part
@@ -143,59 +182,56 @@ def _write_row(ctx, m, layer, slot, kv_head, is_key, row_at, keys, values):  # t
 
 
 @kernel_part
-def _find_groups(ctx, m, layer, request, visible, kv_head, span, first, last, more, block_tables, keys, values):  # type: ignore[no-untyped-def]
-    """Fill the thread's table with the addresses of groups [first, last) of a span.
+def _find_groups(  # type: ignore[no-untyped-def]
+    ctx, m, layer, request, kv_head, span, first, last, next_request, next_head, next_span, seq_lens, block_tables,
+    keys, values,
+):  # fmt: skip
+    """Fill the thread's table with the addresses of groups [first, last) of a span, in the order of their use.
 
-    Keys: [16], then what to fetch while scores are computed, the span's values. Values: [16, head_pad / 16], then what
-    to fetch while they are weighed: the next span's keys, if the unit has `more`. A group of either has one extent.
+    Keys: one address a group, then those of the first values. Values: head_pad / 16 addresses a group, then those of
+    the first keys of the next span. What is read and what is fetched meanwhile are so one list. A group of either has
+    one extent.
     """
     columns = m.head_pad // LANES
     packed = m.block_size % GROUP == 0
     per_block = max(1, m.block_size // GROUP)
     step = GROUP * m.head_pad
-    next_head = m.num_blocks * m.block_size * m.head_pad * keys.itemsize  # bytes to the same keys of the next head
+    values_at = ctx.table_at + VALUES_AT
     number = span * GROUPS + first  # of the group in its sequence
     block_index, inner = number // per_block, number % per_block
-    next_index, next_inner = (number + GROUPS) // per_block, (number + GROUPS) % per_block
     for group in range(first, last):
-        position = span * SPAN + group * GROUP
         if packed:
             at = _group_at(m, layer, np.int64(block_tables[request, block_index]), kv_head, 0) + inner * step
             key_address = address(keys, at)
             value_address = address(values, at)
-            next_address = key_address
-            if more and position + SPAN < visible:
-                at = _group_at(m, layer, np.int64(block_tables[request, next_index]), kv_head, 0) + next_inner * step
-                next_address = address(keys, at)
-            elif not more and kv_head + 1 < m.kv_heads:
-                next_address += next_head
             inner += 1
             if inner == per_block:
                 block_index, inner = block_index + 1, 0
-            next_inner += 1
-            if next_inner == per_block:
-                next_index, next_inner = next_index + 1, 0
         else:
             key_at = ctx.groups_at + group * step
             value_at = key_at + SPAN * m.head_pad
+            position = span * SPAN + group * GROUP
             # Places past the last visible key keep what an earlier group left there: finite, and weighed with zero.
-            for lane in range(min(GROUP, visible - position)):
+            for lane in range(min(GROUP, np.int64(seq_lens[request]) - position)):
                 block = np.int64(block_tables[request, (position + lane) // m.block_size])
                 at = _row_at(m, layer, block * m.block_size + (position + lane) % m.block_size, kv_head)
                 put_key(keys, at, m.head_pad, ctx.act, key_at, lane)
                 put_value(values, at, m.head_pad, ctx.act, value_at, lane)
             key_address = address(ctx.act, key_at)
             value_address = address(ctx.act, value_at)
-            next_address = key_address
         ctx.table[ctx.table_at + group] = key_address
-        ctx.table[ctx.table_at + KEYS_AHEAD + group] = value_address
-        line = ctx.table_at + 2 * KEYS_AHEAD + group * columns
         for column in range(columns):
-            ctx.table[line + column] = value_address + column * LANES * 4
-            ctx.table[line + GROUPS * columns + column] = next_address + column * LANES * 4
-    for group in range(last, last + 3):  # a tile computes the scores of four groups, wanted or not
-        ctx.table[ctx.table_at + group] = ctx.table[ctx.table_at + last - 1]
-        ctx.table[ctx.table_at + KEYS_AHEAD + group] = ctx.table[ctx.table_at + last - 1]
+            ctx.table[values_at + group * columns + column] = value_address + column * LANES * 4
+    for i in range(GROUPS_AHEAD + 3):  # a tile computes the scores of four groups, wanted or not
+        ctx.table[ctx.table_at + last + i] = ctx.table[values_at + min(first + i, last - 1) * columns]
+    for i in range(GROUPS_AHEAD):
+        number = next_span * GROUPS + i
+        next_address = ctx.table[ctx.table_at + first]
+        if packed and number * GROUP < seq_lens[next_request]:
+            block = np.int64(block_tables[next_request, number // per_block])
+            next_address = address(keys, _group_at(m, layer, block, next_head, number % per_block))
+        for column in range(columns):
+            ctx.table[values_at + (last + i) * columns + column] = next_address + column * LANES * 4
 
 
 @kernel_part(forceinline=True)
@@ -212,8 +248,9 @@ def _head_row(m, first_row, kv_head, line):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def attend(ctx, phase, m, layer, window, units, seq_lens, block_tables, q, keys, values, parts, out):  # type: ignore[no-untyped-def]
-    """Attend over the cache: a task is one unit and one key-value head.
+    """Attend over the cache: a task is one key-value head and one unit, and units follow each other.
 
+    A thread so has most of what it needs from what it wrote itself, in :func:`rope_and_cache` and here.
     A unit whose UNIT_PART is negative covers all spans of its rows and writes their result; any other leaves a part per
     line and span in `parts` for :func:`merge_parts`.
     """
@@ -221,8 +258,8 @@ def attend(ctx, phase, m, layer, window, units, seq_lens, block_tables, q, keys,
     done = 0
     task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
     while task >= 0:
-        unit = units[task // m.kv_heads]
-        kv_head = task % m.kv_heads
+        kv_head, unit = task // m.units, units[task % m.units]
+        following = min(task + 1, total - 1)
         position = np.int64(unit[UNIT_POSITION])
         request = np.int64(unit[UNIT_REQUEST])
         lines = np.int64(unit[UNIT_ROWS]) * m.group_heads
@@ -239,10 +276,14 @@ def attend(ctx, phase, m, layer, window, units, seq_lens, block_tables, q, keys,
         if part >= 0:
             part += kv_head * lines * (last // SPAN + 1)
         for span in range(max(np.int64(unit[UNIT_FIRST_SPAN]), oldest // SPAN), np.int64(unit[UNIT_LAST_SPAN])):
+            next_request, next_head, next_span = request, kv_head, span + 1
+            if next_span == np.int64(unit[UNIT_LAST_SPAN]):
+                next_head, next_unit = following // m.units, units[following % m.units]
+                next_request, next_span = np.int64(next_unit[UNIT_REQUEST]), np.int64(next_unit[UNIT_FIRST_SPAN])
             _find_groups(
-                ctx, m, layer, request, np.int64(seq_lens[request]), kv_head, span,
-                max(0, oldest - span * SPAN) // GROUP, min(GROUPS, (last - span * SPAN) // GROUP + 1),
-                span + 1 < np.int64(unit[UNIT_LAST_SPAN]), block_tables, keys, values,
+                ctx, m, layer, request, kv_head, span, max(0, oldest - span * SPAN) // GROUP,
+                min(GROUPS, (last - span * SPAN) // GROUP + 1), next_request, next_head, next_span, seq_lens,
+                block_tables, keys, values,
             )  # fmt: skip
             _attend_span(ctx, m, window, span, position, lines, part, last // SPAN + 1, q, parts)
         if part < 0:
@@ -272,7 +313,7 @@ def _attend_span(ctx, m, window, span, position, lines, part, spans, q, parts): 
         for group in range(low, high, vectors):
             tile(
                 ctx.tile, count, vectors, address(ctx.act, ctx.query_at + line * m.head_pad), m.head_pad * q.itemsize,
-                address(ctx.table, ctx.table_at + group), 0, KEYS_AHEAD * 8, 1, m.head_pad // pair, GROUP * 4,
+                address(ctx.table, ctx.table_at + group), 0, GROUPS_AHEAD * 8, 1, m.head_pad // pair, GROUP * 4,
                 address(ctx.scratch, ctx.scores_at + group * GROUP), SCORES_STRIDE * 4,
             )  # fmt: skip
         for i in range(count):
@@ -284,14 +325,14 @@ def _attend_span(ctx, m, window, span, position, lines, part, spans, q, parts): 
             ctx.scratch[ctx.sums_at + i * (m.head_pad + LANES) + m.head_pad] = top
             ctx.scratch[ctx.sums_at + i * (m.head_pad + LANES) + m.head_pad + 1] = total
         columns = m.head_pad // LANES
-        values_at = ctx.table_at + 2 * KEYS_AHEAD
+        values_at = ctx.table_at + VALUES_AT
         column = 0
         while column < columns:
             vectors = 4 if count <= WIDE_TILE_ROWS and columns - column >= 4 else 2
             tile(
                 ctx.tile, count, vectors, address(ctx.act, ctx.weights_at + low * GROUP), SPAN * q.itemsize,
-                address(ctx.table, values_at + low * columns + column), columns * 8, GROUPS * columns * 8, high - low,
-                GROUP // pair, m.head_pad * 4, address(ctx.scratch, ctx.sums_at + column * LANES),
+                address(ctx.table, values_at + low * columns + column), columns * 8, GROUPS_AHEAD * columns * 8,
+                high - low, GROUP // pair, m.head_pad * 4, address(ctx.scratch, ctx.sums_at + column * LANES),
                 (m.head_pad + LANES) * 4,
             )  # fmt: skip
             column += vectors
@@ -330,8 +371,7 @@ def merge_parts(ctx, phase, m, window, merges, parts, out):  # type: ignore[no-u
     done = 0
     task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
     while task >= 0:
-        block = merges[task // m.kv_heads]
-        kv_head = task % m.kv_heads
+        kv_head, block = task // m.merges, merges[task % m.merges]
         position = np.int64(block[UNIT_POSITION])
         lines = np.int64(block[UNIT_ROWS]) * m.group_heads
         spans = (position + np.int64(block[UNIT_ROWS]) - 1) // SPAN + 1

@@ -1,19 +1,24 @@
-"""Tiles of bf16 weights in three quarters of their bytes, without loss: exponents as places in a table of sixteen.
+"""Tiles of bf16 weights in three quarters of their bytes, without loss: high bytes as places in a table of sixteen.
 
-The sign and the mantissa of a weight look random, its exponent does not: nearly all weights of a tile have one of
-sixteen exponents. So a tile names sixteen, and each weight keeps sign and mantissa in a byte and the place of its
-exponent in four bits. Weights are put together again in registers, to the bit that they had, and multiplied as
-:mod:`engine_v1.kernels.tiles` does, in its order. The few weights with another exponent are kept beside the tile as
-they are, with the others of their group.
+The low byte of a weight, the last bit of its exponent and its mantissa, looks random, its high byte does not: nearly
+all weights of a tile have a sign and one of eight values of the exponent's other bits. So a tile names sixteen high
+bytes, and each weight keeps its low byte and four bits for the high one's place. Weights are put together again in
+registers, to the bit that they had, and multiplied as :mod:`engine_v1.kernels.tiles` does, in its order. The few
+weights with another high byte are kept beside the tile as they are.
 
 A tile of 32 outputs is made of lines of 64 bytes:
 
-- sixteen exponents, shifted to where bf16 has them, and the same once more;
+- sixteen high bytes, four times;
 - the first group that has a record, and where that is from the tile's start (int64 each);
-- for each group of four values along k, two lines of words that hold a byte of one value and a byte of another, and a
-  line of words with four codes each.
+- for each group of four values along k, 128 weights, two lines of low bytes and a line of two places each, in the low
+  half of a byte for the first line and in the high half for the second.
 
-A record: which group has the next one (the number of groups, where none has), and in four more lines its group as bf16.
+Within a line bytes lie as the CPU interleaves them: those of words 0..7 of one vector, 0..7 of the next, 8..15 of the
+one, and so on.
+
+A record is whole lines: which group has the next one (the number of groups, where none has) and where that is from
+this one (int32 each), for each of the group's four vectors which of its 32 words are replaced (uint32 each), and those
+words, ascending.
 """
 
 from collections.abc import Callable
@@ -25,16 +30,17 @@ from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
 
-from engine_v1.kernels.intrinsics import HAS_BF16_DOT, I16, I64, VF, VI, call, const
-from engine_v1.kernels.jit import jit, warmup
+from engine_v1.kernels.intrinsics import HAS_BF16_DOT, HAS_BYTE_PERMUTE, I8, I16, I32, I64, VF, VI, call, const
+from engine_v1.kernels.jit import jit, kernel_part, warmup
 from engine_v1.kernels.parallel import parallel_entry
 from engine_v1.kernels.tiles import (
     LINE_BYTES,
     accumulators,
+    fetch_line,
+    fetch_weights,
     load_at,
     multiply_rows,
     offset_by,
-    prefetch,
     row_addresses,
     store_sums,
     tile_cases,
@@ -43,67 +49,95 @@ from engine_v1.kernels.tiles import (
 GROUP_VALUES = 4  # along k: two steps of a bf16 tile
 HEAD_BYTES = 2 * LINE_BYTES
 GROUP_BYTES = 3 * LINE_BYTES
-RECORD_BYTES = 5 * LINE_BYTES
-EXPONENTS = 16
+RECORD_HEAD_BYTES = 24
+RECORD_OVERHANG = LINE_BYTES  # bytes behind the last record that a vector may reach into
+HIGH_BYTES = 16
 # At most this share of groups may need a record; with a fifth of them nothing would be gained.
 MAX_RECORDS = 1 / 8
 
 _WORDS = LINE_BYTES // 2
 _LINE = ir.VectorType(I16, _WORDS)
-_SIGN_AND_MANTISSA = 0x807F
+_BYTES = ir.VectorType(I8, LINE_BYTES)
 _SAMPLE = 1 << 20
+# Where words 0..31 of the first of two vectors lie in their line, and by how many bytes the second's are further.
+_PLACES = np.arange(_WORDS) // 8 * 16 + np.arange(_WORDS) % 8
+_NEXT = 8
 
 
-def _words(value: int) -> Any:
-    return ir.Constant(_LINE, [value] * _WORDS)
+def _interleave(builder: Any, low: Any, high: Any, first: int) -> Any:
+    """Put words together of low and high bytes, those of the first or second vector of a line."""
+    lanes = [place + first + half * LINE_BYTES for place in _PLACES.tolist() for half in (0, 1)]
+    mask = ir.Constant(ir.VectorType(I32, LINE_BYTES), lanes)
+    return builder.bitcast(builder.shuffle_vector(low, high, mask), _LINE)
 
 
-def _for_groups(builder: Any, start: Any, fetch: Any, steps: Any, use: Callable[[Any, list[Any]], None]) -> None:
+def _for_groups(builder: Any, start: Any, steps: Any, rows: int, use: Callable[[Any, list[Any]], None]) -> None:
     """Emit `use` for every group of a tile, in order: its number, and its values as four vectors of words."""
-    exponents = load_at(builder, start, _LINE, 2)
+    table = load_at(builder, start, _BYTES, 1)
     first, stop, record = (cgutils.alloca_once(builder, I64) for _ in range(3))
     builder.store(ir.Constant(I64, 0), first)
     builder.store(load_at(builder, offset_by(builder, start, LINE_BYTES), I64, 8), stop)
-    builder.store(builder.add(start, load_at(builder, offset_by(builder, start, LINE_BYTES + 8), I64, 8)), record)
+    nearest = builder.add(start, load_at(builder, offset_by(builder, start, LINE_BYTES + 8), I64, 8))
+    builder.store(nearest, record)
+    fetch_line(builder, nearest)
     stretch, exception, done = (builder.append_basic_block(name) for name in ("stretch", "exception", "done"))
     builder.branch(stretch)
 
     builder.position_at_end(stretch)
     end = builder.load(stop)
     with cgutils.for_range(builder, end, start=builder.load(first)) as loop:
-        place = offset_by(builder, builder.mul(loop.index, ir.Constant(I64, GROUP_BYTES)), HEAD_BYTES)
-        for line in range(3):
-            prefetch(builder, offset_by(builder, builder.add(fetch, place), line * LINE_BYTES))
-        group = builder.add(start, place)
-        codes = load_at(builder, offset_by(builder, group, 2 * LINE_BYTES), _LINE, 2)
-        values: list[Any] = []
-        for line in range(2):
-            both = load_at(builder, offset_by(builder, group, line * LINE_BYTES), _LINE, 2)
-            for half in (both, call(builder, "llvm.bswap.v32i16", _LINE, [both])):
-                # The instruction reads five bits of a word: that the table is there twice makes up for the fifth.
-                code = builder.lshr(codes, _words(4 * len(values)))
-                exponent = call(builder, "llvm.x86.avx512.permvar.hi.512", _LINE, [exponents, code])
-                values.append(builder.or_(builder.and_(half, _words(_SIGN_AND_MANTISSA)), exponent))
-        use(loop.index, values)
+        use(loop.index, _unpack(builder, start, table, loop.index, rows))
     builder.cbranch(builder.icmp_signed("<", end, steps), exception, done)
 
     builder.position_at_end(exception)
     here = builder.load(record)
-    use(end, [load_at(builder, offset_by(builder, here, LINE_BYTES * (1 + i)), _LINE, 2) for i in range(4)])
+    following = builder.add(here, builder.sext(load_at(builder, offset_by(builder, here, 4), I32), I64))
+    fetch_line(builder, following)
+    use(end, _replace(builder, _unpack(builder, start, table, end, rows), here))
     builder.store(offset_by(builder, end, 1), first)
-    builder.store(load_at(builder, here, I64, 8), stop)
-    builder.store(offset_by(builder, here, RECORD_BYTES), record)
+    builder.store(builder.sext(load_at(builder, here, I32), I64), stop)
+    builder.store(following, record)
     builder.branch(stretch)
     builder.position_at_end(done)
+
+
+def _unpack(builder: Any, start: Any, table: Any, number: Any, rows: int) -> list[Any]:
+    """Put the four vectors of a group together."""
+    group = offset_by(builder, builder.add(start, builder.mul(number, ir.Constant(I64, GROUP_BYTES))), HEAD_BYTES)
+    lines = [offset_by(builder, group, line * LINE_BYTES) for line in range(3)]
+    for line in lines:
+        fetch_weights(builder, line, rows)
+    places = load_at(builder, lines[2], _LINE, 2)
+    values: list[Any] = []
+    for half, line in enumerate(lines[:2]):
+        # The instruction reads six bits of a byte: that the table is there four times makes up for two.
+        index = builder.bitcast(builder.lshr(places, ir.Constant(_LINE, [4 * half] * _WORDS)), _BYTES)
+        high = call(builder, "llvm.x86.avx512.permvar.qi.512", _BYTES, [table, index])
+        low = load_at(builder, line, _BYTES, 1)
+        values += [_interleave(builder, low, high, first) for first in (0, _NEXT)]
+    return values
+
+
+def _replace(builder: Any, values: list[Any], record: Any) -> list[Any]:
+    """Replace the words of a group that its record has."""
+    at = offset_by(builder, record, RECORD_HEAD_BYTES)
+    replaced = []
+    for number, value in enumerate(values):
+        bits = load_at(builder, offset_by(builder, record, 8 + 4 * number), I32)
+        mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), _WORDS))
+        words = load_at(builder, at, _LINE, 2)
+        replaced.append(call(builder, "llvm.x86.avx512.mask.expand.v32i16", _LINE, [words, value, mask]))
+        count = builder.zext(call(builder, "llvm.ctpop.i32", I32, [bits]), I64)
+        at = builder.add(at, builder.mul(count, ir.Constant(I64, 2)))
+    return replaced
 
 
 def _emit_compact(
     builder: Any, rows: int, vectors: int, x: Any, x_stride: Any, table: Any, table_stride: Any, ahead: Any,
     groups: Any, steps: Any, w_stride: Any, out: Any, out_stride: Any,
 ) -> None:  # fmt: skip
-    del table_stride, groups, w_stride  # weights are one piece along k
+    del table_stride, ahead, groups, w_stride  # weights are one piece along k
     start = load_at(builder, table, I64, 8)
-    fetch = load_at(builder, builder.add(table, ahead), I64, 8)
     acc = accumulators(builder, rows, vectors, VF, const(0.0))
     x_rows = row_addresses(builder, x, x_stride, rows)
 
@@ -113,7 +147,7 @@ def _emit_compact(
             w = [builder.bitcast(value, VI) for value in values[step * vectors : (step + 1) * vectors]]
             multiply_rows(builder, "bf16", x_rows, offset_by(builder, place, 4 * step), w, acc)
 
-    _for_groups(builder, start, fetch, steps, multiply)
+    _for_groups(builder, start, steps, rows, multiply)
     store_sums(builder, [[builder.load(slot) for slot in row] for row in acc], out, out_stride)
 
 
@@ -126,59 +160,104 @@ def tile_compact(rows, vectors, x, x_stride, table, table_stride, ahead, groups,
 
 
 def is_compressible(weight: npt.NDArray[np.uint16]) -> bool:
-    """Say whether bf16 weights get smaller, by a sample of them; only with AVX512-BF16 are there tiles for it.
+    """Say whether bf16 weights get smaller, by a sample of them.
+
+    Tiles for it are there only with AVX512-BF16 and AVX512-VBMI.
 
     Args:
         weight: uint16[outputs, inputs], bf16.
     """
-    if not HAS_BF16_DOT:
+    if not (HAS_BF16_DOT and HAS_BYTE_PERMUTE):
         return False
     sample = weight.reshape(-1)[:_SAMPLE]
-    counts = np.sort(np.bincount((sample >> 7) & 0xFF, minlength=EXPONENTS))
-    return bool(counts[:-EXPONENTS].sum() * GROUP_VALUES * 32 <= MAX_RECORDS * len(sample))
+    counts = np.sort(np.bincount((sample >> 8) & 0x7F, minlength=HIGH_BYTES // 2))
+    return bool(counts[: -HIGH_BYTES // 2].sum() * GROUP_VALUES * 32 <= MAX_RECORDS * len(sample))
 
 
 @jit(parallel=True)
-def _compact(plain, out, has_record):  # type: ignore[no-untyped-def]
-    """Write tiles in their compact form, all but where their records are."""
+def _compact(plain, out, counts):  # type: ignore[no-untyped-def]
+    """Write tiles in their compact form, all but where their records are; count the words that records will have."""
     num_tiles, num_groups, _ = plain.shape
     for tile in prange(num_tiles):
-        counts = np.zeros(256, np.int64)
+        histogram = np.zeros(128, np.int64)
         for group in range(num_groups):
             for i in range(4 * _WORDS):
-                counts[(plain[tile, group, i] >> 7) & 0xFF] += 1
-        codes = np.full(256, -1, np.int64)
-        for place in range(EXPONENTS):
-            exponent = np.argmax(counts)
-            counts[exponent] = -1
-            codes[exponent] = place
-            out[tile, place] = exponent << 7
-            out[tile, place + EXPONENTS] = exponent << 7
+                histogram[(plain[tile, group, i] >> 8) & 0x7F] += 1
+        places = np.full(256, -1, np.int64)
+        for place in range(HIGH_BYTES // 2):
+            magnitude = np.argmax(histogram)
+            histogram[magnitude] = -1
+            for sign in range(2):
+                high = magnitude | sign << 7
+                number = place + sign * HIGH_BYTES // 2
+                places[high] = number
+                for copy in range(LINE_BYTES // HIGH_BYTES):
+                    out[tile, copy * HIGH_BYTES + number] = high
         for group in range(num_groups):
-            at = (HEAD_BYTES + group * GROUP_BYTES) // 2
-            lowest = np.int64(0)
-            for word in range(_WORDS):
-                word_codes = np.int64(0)
-                for line in range(2):
-                    first = np.int64(plain[tile, group, 2 * line * _WORDS + word])
-                    second = np.int64(plain[tile, group, (2 * line + 1) * _WORDS + word])
-                    # The second is read with the word's bytes the other way round.
-                    swapped = (second & 0x7F) << 8 | (second & 0x8000) >> 8
-                    out[tile, at + line * _WORDS + word] = (first & _SIGN_AND_MANTISSA) | swapped
-                    first_code, second_code = codes[(first >> 7) & 0xFF], codes[(second >> 7) & 0xFF]
-                    lowest = min(lowest, first_code, second_code)
-                    word_codes |= (max(first_code, 0) | max(second_code, 0) << 4) << (8 * line)
-                out[tile, at + 2 * _WORDS + word] = word_codes
-            has_record[tile, group] = lowest < 0
+            at = HEAD_BYTES + group * GROUP_BYTES
+            for vector in range(2):
+                for word in range(_WORDS):
+                    place = at + _PLACES[word] + vector * _NEXT
+                    both = np.int64(0)
+                    for line in range(2):
+                        value = np.int64(plain[tile, group, (2 * line + vector) * _WORDS + word])
+                        out[tile, place + line * LINE_BYTES] = value & 0xFF
+                        number = places[value >> 8]
+                        counts[tile, group] += number < 0
+                        both |= max(number, 0) << (4 * line)
+                    out[tile, place + 2 * LINE_BYTES] = both
 
 
-_COMPACT_SIGNATURE = (types.uint16[:, :, ::1], types.uint16[:, :], types.boolean[:, ::1])
+@kernel_part
+def record_bytes(count):  # type: ignore[no-untyped-def]
+    """Extent of a record of so many words."""
+    return (RECORD_HEAD_BYTES + 2 * count + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
+
+
+@jit
+def _write_records(plain, tiles, counts, heads, out):  # type: ignore[no-untyped-def]
+    """Write the records of all tiles in a row; note each tile's first group that has one, and where that is."""
+    num_tiles, num_groups = counts.shape
+    end = 0
+    for tile in range(num_tiles):
+        is_named = np.zeros(256, np.bool_)
+        for i in range(HIGH_BYTES):
+            is_named[tiles[tile, i]] = True
+        heads[tile, 0] = num_groups
+        heads[tile, 1] += end
+        before = -1
+        for group in range(num_groups):
+            if counts[tile, group] == 0:
+                continue
+            if before < 0:
+                heads[tile, 0] = group
+            else:
+                out[before : before + 4].view(np.int32)[0] = group
+            before = end
+            head = out[end : end + RECORD_HEAD_BYTES].view(np.uint32)
+            size = record_bytes(counts[tile, group])
+            head[0], head[1] = num_groups, size
+            words = out[end + RECORD_HEAD_BYTES : end + size].view(np.uint16)
+            number = 0
+            for i in range(4 * _WORDS):
+                if not is_named[plain[tile, group, i] >> 8]:
+                    head[2 + i // _WORDS] |= np.uint32(1) << np.uint32(i % _WORDS)
+                    words[number] = plain[tile, group, i]
+                    number += 1
+            end += size
+
+
+_WORDS_3D, _BYTES_2D, _COUNTS = types.uint16[:, :, ::1], types.uint8[:, :], types.int64[:, ::1]
+_COMPACT_SIGNATURE = (_WORDS_3D, _BYTES_2D, _COUNTS)
+_RECORDS_SIGNATURE = (_WORDS_3D, _BYTES_2D, _COUNTS, _COUNTS, types.uint8[::1])
 
 
 def compact(
     plain: npt.NDArray[np.uint16], tiles: npt.NDArray[np.uint8], records_at: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint8]:
-    """Write tiles in their compact form and return their records, uint8[records, RECORD_BYTES], to be put in place.
+    """Write tiles in their compact form and return their records, uint8[size], to be put in place.
+
+    Behind the last record there must be RECORD_OVERHANG bytes that can be read.
 
     Args:
         plain: uint16[tiles, groups * 128], tiles of bf16.
@@ -186,20 +265,14 @@ def compact(
         records_at: int64[tiles], bytes from each tile to the place of the first record of all.
     """
     groups = plain.reshape(len(plain), -1, 4 * _WORDS)
-    num_tiles, num_groups, _ = groups.shape
-    has_record: npt.NDArray[np.bool_] = np.zeros((num_tiles, num_groups), np.bool_)
-    words = tiles.view(np.uint16)
+    counts: npt.NDArray[np.int64] = np.zeros(groups.shape[:2], np.int64)
     warmup(_compact, [_COMPACT_SIGNATURE])
+    warmup(_write_records, [_RECORDS_SIGNATURE])
     with parallel_entry:
-        _compact(groups, words, has_record)
-    tile, number = np.nonzero(has_record)
-    tile_after, number_after = np.append(tile, -1), np.append(number, num_groups)
-    records: npt.NDArray[np.uint8] = np.zeros((len(tile), RECORD_BYTES), np.uint8)
-    following = np.where(tile_after[1:] == tile, number_after[1:], num_groups)
-    records[:, :8] = following.reshape(-1, 1).view(np.uint8)
-    records[:, LINE_BYTES:] = groups[tile, number].view(np.uint8)
-    first = np.searchsorted(tile, np.arange(num_tiles))
-    first_group = np.where(tile_after[first] == np.arange(num_tiles), number_after[first], num_groups)
-    head = np.stack((first_group, records_at + first * RECORD_BYTES), axis=1)
-    words[:, _WORDS : _WORDS + 8] = head.view(np.uint16)
+        _compact(groups, tiles, counts)
+    sizes = record_bytes.py_func(counts[counts > 0])
+    records: npt.NDArray[np.uint8] = np.zeros(int(sizes.sum()), np.uint8)
+    heads = np.stack((np.zeros_like(records_at), records_at), axis=1)
+    _write_records(groups, tiles, counts, heads, records)
+    tiles[:, LINE_BYTES : LINE_BYTES + 16] = heads.view(np.uint8)
     return records

@@ -10,9 +10,9 @@ from numba import types
 
 from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.kernels import attention, forward, parallel, schedule, vocabulary
-from engine_v1.kernels.formats import FORMAT_FIELDS, SCREEN_FORMAT, float_format, padded
+from engine_v1.kernels.formats import FORMAT_FIELDS, SCREEN_FORMAT, padded
 from engine_v1.kernels.intrinsics import describe_int8
-from engine_v1.kernels.jit import jit, warmup
+from engine_v1.kernels.jit import jit, native_function, warmup
 from engine_v1.kernels.packed_weights import (
     DecoderModel,
     PackedWeights,
@@ -21,6 +21,7 @@ from engine_v1.kernels.packed_weights import (
 )
 from engine_v1.kernels.parallel import num_threads_cached, run_parallel
 from engine_v1.kernels.quantize import byte_row_size
+from engine_v1.kernels.tiles import TILE_SIGNATURE, keys_bf16, keys_f32
 from engine_v1.kernels.vocabulary import OutputProjection
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
@@ -264,7 +265,7 @@ def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None
     The largest comes last: another process may be at it (:mod:`engine_v1.kernels.compile_ahead`).
 
     Returns:
-        Addresses of the matrix tile and of the step.
+        Addresses of attention's tile and of the step.
     """
     i32 = types.Array(types.int32, 1, "C")
     table = types.Array(types.int32, 2, "C")
@@ -272,7 +273,7 @@ def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None
     longs = types.Array(types.int64, 1, "C")
     arrays = (i32, i32, table, table, longs, longs, longs)
     warmup(_begin_step, [(longs, longs, i32, i32, table, longs, *([types.int64] * 4), *arrays)], progress=progress)
-    tile = float_format(act).tile_address(progress=progress)
+    tile = native_function(keys_bf16 if act == np.uint16 else keys_f32, TILE_SIGNATURE, progress=progress)
     vocabulary.warm_up(act, progress=progress)
     return tile, forward.forward_address(act, progress=progress)
 

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from engine_v1.kernels.attention import UNIT_COLUMNS, attend, merge_parts, rope_and_cache
+from engine_v1.kernels.attention import (
+    GROUPS,
+    GROUPS_AHEAD,
+    UNIT_COLUMNS,
+    VALUES_AT,
+    attend,
+    merge_parts,
+    rope_and_cache,
+)
 from engine_v1.kernels.elementwise import rms_norm
 from engine_v1.kernels.formats import FORMAT_FIELDS
 from engine_v1.kernels.intrinsics import (
@@ -124,7 +132,7 @@ def scratch_sizes(head_pad: int, max_lines: int) -> tuple[int, int, int]:
     """Return a thread's extent in float scratch, operand scratch and address table, in elements."""
     floats = 12 * (256 + 48) + 12 * (head_pad + 16) + max_lines * (head_pad + 2) + 64
     act = max(head_pad, 64) + max_lines * head_pad + 12 * 256 + 2 * 256 * head_pad + 64
-    table = 16 * 2 * (head_pad // 16) + 64
+    table = VALUES_AT + (GROUPS + GROUPS_AHEAD) * (head_pad // 16)
     return floats, act, table
 
 

@@ -29,6 +29,7 @@ _FEATURES = llvm.get_host_cpu_features()
 IS_X86 = platform.machine().lower() in {"x86_64", "amd64"}
 HAS_BF16_DOT = IS_X86 and _FEATURES.get("avx512bf16", False) and os.environ.get("ENGINE_V1_DISABLE_BF16_DOT") != "1"
 HAS_INT8_DOT = IS_X86 and _FEATURES.get("avx512vnni", False) and os.environ.get("ENGINE_V1_DISABLE_INT8_DOT") != "1"
+HAS_BYTE_PERMUTE = IS_X86 and _FEATURES.get("avx512vbmi", False)
 HAS_F16 = not IS_X86 or _FEATURES.get("f16c", False) or _FEATURES.get("avx512f", False)
 HAS_SCHED_YIELD = hasattr(os, "sched_yield")
 
@@ -384,6 +385,18 @@ def copy_values(typingctx: Any, source: Any, i: Any, target: Any, j: Any, half: 
         return context.get_dummy_value()
 
     return types.void(source, types.intp, target, types.intp, types.intp), codegen
+
+
+@intrinsic
+def fetch_to_write(typingctx: Any, array: Any, index: Any) -> Any:
+    """Ask for the cache line of an element that will be written soon."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer = builder.bitcast(_element_pointer(context, builder, sig.args[0], args[0], args[1]), I8.as_pointer())
+        call(builder, "llvm.prefetch.p0i8", ir.VoidType(), [pointer, *(ir.Constant(I32, n) for n in (1, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
 
 
 @intrinsic

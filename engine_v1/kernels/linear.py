@@ -22,9 +22,6 @@ from engine_v1.kernels.tiles import tile
 
 # More rows than this are shared out too, so that many cores find enough tasks in narrow matrices.
 ROWS_PER_TASK = 192
-# Bytes by which weights are fetched ahead of their use. A thread reads one tile at a time, not two side by side: two
-# streams of addresses were 3 to 16 % slower at 1 to 6 rows.
-PREFETCH_BYTES = 6144
 # Tiles that one task of the logits product covers; each task leaves one candidate per row.
 ARGMAX_TILES = 16
 
@@ -54,18 +51,20 @@ def bytes_of_tile(ctx, steps):  # type: ignore[no-untyped-def]
 
 @kernel_part(forceinline=True)
 def point(ctx, start):  # type: ignore[no-untyped-def]
-    """Let the thread's table name the two vectors of a tile, and what to fetch meanwhile."""
+    """Let the thread's table name the two vectors of a tile.
+
+    A thread reads one tile at a time, not two side by side: two streams of addresses were 3 to 16 % slower at 1 to 6
+    rows.
+    """
     for vector in range(2):
-        at = start + vector * ctx.half_bytes
-        ctx.table[ctx.table_at + vector] = at
-        ctx.table[ctx.table_at + 2 + vector] = at + PREFETCH_BYTES
+        ctx.table[ctx.table_at + vector] = start + vector * ctx.half_bytes
 
 
 @kernel_part(forceinline=True)
 def product(ctx, rows, x, x_bytes, steps, out, out_at, out_stride):  # type: ignore[no-untyped-def]
     """Multiply `rows` rows with the tile that the thread's table names."""
     tile(
-        ctx.linear_tile, rows, 2, x, x_bytes, address(ctx.table, ctx.table_at), 0, 16, 1, steps, ctx.step_bytes,
+        ctx.linear_tile, rows, 2, x, x_bytes, address(ctx.table, ctx.table_at), 0, 0, 1, steps, ctx.step_bytes,
         address(out, out_at), out_stride * 4,
     )  # fmt: skip
 

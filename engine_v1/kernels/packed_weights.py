@@ -10,7 +10,7 @@ import torch
 from numba import prange, types
 
 from engine_v1.kernels import forward
-from engine_v1.kernels.compact_tiles import compact, is_compressible
+from engine_v1.kernels.compact_tiles import RECORD_OVERHANG, compact, is_compressible
 from engine_v1.kernels.formats import (
     BFLOAT16,
     COMPACT,
@@ -161,8 +161,9 @@ class _Packer:
         is_screened = can_screen(self._vocab_format, hidden)
         copy_bytes = SCREEN_FORMAT.size_bytes(config.vocab_size, hidden) if is_screened else 0
         self._records_end = len(model.layers) * layer_bytes + vocab_bytes + copy_bytes
-        spare = self._records_end // 16 if COMPACT in (self._format, self._vocab_format) else 0
-        self._packed = _aligned_zeros(self._records_end + spare)
+        overhang = RECORD_OVERHANG if COMPACT in (self._format, self._vocab_format) else 0
+        spare = self._records_end // 16 if overhang else 0
+        self._packed = _aligned_zeros(self._records_end + spare + overhang)
         layers: npt.NDArray[np.int64] = np.full((len(model.layers), forward.LAYER_COLUMNS), -1, np.int64)
         at = 0
         for index, (row, layer) in enumerate(zip(layers, model.layers, strict=True)):
@@ -181,8 +182,8 @@ class _Packer:
             screen_at = at + vocab_bytes
             screen_bounds_at = self._add_copy(model.lm_head, screen_at)
         return PackedWeights(
-            self._packed[: self._records_end], layers, np.concatenate(self._floats), at, final_norm_at, self._format,
-            self._vocab_format, screen_at, screen_bounds_at,
+            self._packed[: self._records_end + overhang], layers, np.concatenate(self._floats), at, final_norm_at,
+            self._format, self._vocab_format, screen_at, screen_bounds_at,
         )  # fmt: skip
 
     def _add_copy(self, weight: torch.Tensor, at: int) -> int:
@@ -288,10 +289,10 @@ class _Packer:
     def _add_compact(self, plain: Array, tiles: Array, at: int) -> None:
         """Write tiles of bf16 in their compact form, the first of them at byte `at`, and their records."""
         distances = self._records_end - (at + np.arange(len(tiles)) * tiles.strides[0])
-        records = compact(plain, tiles, distances).reshape(-1)
+        records = compact(plain, tiles, distances)
         end = self._records_end + len(records)
-        if end > len(self._packed):
-            larger = _aligned_zeros(end + end // 16)
+        if end + RECORD_OVERHANG > len(self._packed):
+            larger = _aligned_zeros(end + end // 16 + RECORD_OVERHANG)
             larger[: self._records_end] = self._packed[: self._records_end]
             self._packed = larger
         self._packed[self._records_end : end] = records

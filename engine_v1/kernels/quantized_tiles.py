@@ -30,9 +30,9 @@ from engine_v1.kernels.tiles import (
     LINE_BYTES,
     Emit,
     accumulators,
+    fetch_weights,
     load_at,
     offset_by,
-    prefetch,
     row_addresses,
     store_sums,
     tile_cases,
@@ -81,7 +81,7 @@ def _emit_blocks(kind: str) -> Emit:
         builder: Any, rows: int, vectors: int, x: Any, x_stride: Any, table: Any, table_stride: Any, ahead: Any,
         groups: Any, steps: Any, w_stride: Any, out: Any, out_stride: Any,
     ) -> None:  # fmt: skip
-        del table_stride, groups  # weights are one piece along k
+        del table_stride, ahead, groups  # weights are one piece along k
         acc = accumulators(builder, rows, vectors, VF, const(0.0))
         x_rows = row_addresses(builder, x, x_stride, rows)
         # Behind a row's values, for each of its blocks: float32 scale, int32 -128 times its sum, float32 sum * scale.
@@ -90,17 +90,14 @@ def _emit_blocks(kind: str) -> Emit:
             [builder.add(row, builder.mul(steps, ir.Constant(I64, 4 * n))) for row in scale_rows] for n in (1, 2)
         )
         starts = [load_at(builder, offset_by(builder, table, 8 * b), I64, 8) for b in range(vectors)]
-        fetches = [
-            load_at(builder, offset_by(builder, builder.add(table, ahead), 8 * b), I64, 8) for b in range(vectors)
-        ]
         with cgutils.for_range(builder, steps) as loop:
             step = builder.mul(loop.index, w_stride)
             x_step = builder.mul(loop.index, ir.Constant(I64, BLOCK))
             fact_step = builder.mul(loop.index, ir.Constant(I64, 4))
             blocks = [builder.add(start, step) for start in starts]
-            for fetch in fetches:
+            for block in blocks:
                 for line in range(0, values_bytes + (0 if kind == "int8" else LINE_BYTES), LINE_BYTES):
-                    prefetch(builder, offset_by(builder, builder.add(fetch, step), line))
+                    fetch_weights(builder, offset_by(builder, block, line), rows)
             x_blocks = [builder.add(row, x_step) for row in x_rows]
             dots = [[iconst(0)] * vectors for _ in range(rows)]
             if not four_bits:

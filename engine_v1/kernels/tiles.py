@@ -33,6 +33,9 @@ from engine_v1.kernels.intrinsics import (
 )
 
 LINE_BYTES = 64  # a vector, and a cache line
+# How far ahead of their use weights are fetched, and how far ahead into the second cache already.
+NEAR_BYTES, FAR_BYTES = 4096, 10240
+_NEAREST_CACHE, _SECOND_CACHE = 0, 2  # LLVM's localities: not to be kept in any other, and from the second on
 
 # Emits the code of one tile: builder, rows, vectors, then the arguments of :func:`tile` from `x` on.
 Emit = Callable[..., None]
@@ -104,14 +107,25 @@ def store_sums(builder: Any, sums: list[list[Any]], out: Any, out_stride: Any) -
             builder.store(value, place).align = 4
 
 
-def prefetch(builder: Any, at: Any) -> None:
-    """Ask for the cache line at an address, for the nearest cache alone.
-
-    A step reads every weight once. Kept in all caches they would drive out everything else, and what the host does
-    between two steps would take twice as long.
-    """
-    flags = [ir.Constant(I32, n) for n in (0, 0, 1)]  # to read, without need to keep it, data
+def _prefetch(builder: Any, at: Any, locality: int) -> None:
+    flags = [ir.Constant(I32, n) for n in (0, locality, 1)]  # to read, how near to keep it, data
     call(builder, "llvm.prefetch.p0i8", ir.VoidType(), [builder.inttoptr(at, I8.as_pointer()), *flags])
+
+
+def fetch_line(builder: Any, at: Any) -> None:
+    """Ask for the line at an address, which is read soon, and once."""
+    _prefetch(builder, at, _NEAREST_CACHE)
+
+
+def fetch_weights(builder: Any, at: Any, rows: int) -> None:
+    """Ask for what a tile of so many rows reads a little after the line at an address.
+
+    The nearest cache waits for too few lines at a time to keep a fast memory busy, the second cache for more. One row
+    is read faster than anything asks for it: the CPU sees by itself that lines follow each other.
+    """
+    if rows > 1:
+        _prefetch(builder, offset_by(builder, at, NEAR_BYTES), _NEAREST_CACHE)
+        _prefetch(builder, offset_by(builder, at, FAR_BYTES), _SECOND_CACHE)
 
 
 def _multiply_add(builder: Any, kind: str, x: Any, w: Any, acc: Any) -> Any:
@@ -145,7 +159,7 @@ def multiply_rows(builder: Any, kind: str, x_rows: list[Any], offset: Any, w: li
             builder.store(_multiply_add(builder, kind, xs, weights, builder.load(place)), place)
 
 
-def _emit_float_tile(kind: str) -> Emit:
+def _emit_float_tile(kind: str, *, of_keys: bool) -> Emit:
     vector = VI if kind == "bf16" else VF
 
     def emit(
@@ -165,8 +179,12 @@ def _emit_float_tile(kind: str) -> Emit:
                 step = builder.mul(loop.index, w_stride)
                 w = []
                 for start, fetch in zip(starts, fetches, strict=True):
-                    w.append(load_at(builder, builder.add(start, step), vector))
-                    prefetch(builder, builder.add(fetch, step))
+                    place = builder.add(start, step)
+                    w.append(load_at(builder, place, vector))
+                    if of_keys:
+                        _prefetch(builder, builder.add(fetch, step), _SECOND_CACHE)
+                    else:
+                        fetch_weights(builder, place, rows)
                 offset = builder.mul(builder.add(done, loop.index), ir.Constant(I64, 4))
                 multiply_rows(builder, kind, x_rows, offset, w, acc)
         store_sums(builder, [[builder.load(slot) for slot in row] for row in acc], out, out_stride)
@@ -174,7 +192,10 @@ def _emit_float_tile(kind: str) -> Emit:
     return emit
 
 
-_bf16_cases, _f32_cases = (tile_cases(_emit_float_tile(kind), wide=True) for kind in ("bf16", "f32"))
+_bf16_cases, _f32_cases = (tile_cases(_emit_float_tile(kind, of_keys=False), wide=False) for kind in ("bf16", "f32"))
+_keys_bf16_cases, _keys_f32_cases = (
+    tile_cases(_emit_float_tile(kind, of_keys=True), wide=True) for kind in ("bf16", "f32")
+)
 
 
 def tile_bf16(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride):  # type: ignore[no-untyped-def]
@@ -185,6 +206,16 @@ def tile_bf16(rows, vectors, x, x_stride, table, table_stride, ahead, groups, st
 def tile_f32(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride):  # type: ignore[no-untyped-def]
     """Compute a tile of float32 rows and weights."""
     _f32_cases(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
+
+
+def keys_bf16(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride):  # type: ignore[no-untyped-def]
+    """Compute a tile of bf16 rows and keys or values, of 2 or 4 vectors."""
+    _keys_bf16_cases(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
+
+
+def keys_f32(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride):  # type: ignore[no-untyped-def]
+    """Compute a tile of float32 rows and keys or values, of 2 or 4 vectors."""
+    _keys_f32_cases(rows, vectors, x, x_stride, table, table_stride, ahead, groups, steps, w_stride, out, out_stride)
 
 
 TILE_SIGNATURE = types.void(*([types.int64] * 12))
@@ -203,10 +234,11 @@ def tile(
     Args:
         function: its address, see :class:`engine_v1.kernels.formats.WeightFormat`.
         rows: 1..12, with 4 vectors 1..6.
-        vectors: 2 or, of float tiles, 4.
+        vectors: 2 or, of keys and values, 4.
         x: byte address of row 0; rows are `x_stride` bytes apart.
         table: address of int64[groups, vectors], the addresses of w; lines are `table_stride` bytes apart.
-        ahead: bytes from there to a table of the same form: what to fetch into the caches meanwhile.
+        ahead: of keys and values, bytes from there to a table of the same form: what to fetch into the second cache
+            meanwhile. They are often read again for other rows.
         groups: number of pieces.
         steps: k steps in each.
         w_stride: bytes between k steps.

@@ -6,20 +6,22 @@ from hypothesis import strategies as st
 
 from engine_v1.kernels import packed_weights
 from engine_v1.kernels.compact_tiles import (
-    EXPONENTS,
     GROUP_BYTES,
     HEAD_BYTES,
+    HIGH_BYTES,
     LINE_BYTES,
-    RECORD_BYTES,
+    RECORD_HEAD_BYTES,
+    RECORD_OVERHANG,
     compact,
     is_compressible,
 )
 from engine_v1.kernels.formats import BFLOAT16, COMPACT
-from engine_v1.kernels.intrinsics import HAS_BF16_DOT
+from engine_v1.kernels.intrinsics import HAS_BF16_DOT, HAS_BYTE_PERMUTE
 from engine_v1.kernels.packed_weights import pack_weights
 from tests.v1.kernels.models import make_decoder, make_model, run_whole
 
-needs_instruction = pytest.mark.skipif(not HAS_BF16_DOT, reason="compact tiles are for CPUs with AVX512-BF16")
+has_instructions = HAS_BF16_DOT and HAS_BYTE_PERMUTE
+needs_instructions = pytest.mark.skipif(not has_instructions, reason="needs a CPU with AVX512-BF16 and AVX512-VBMI")
 
 
 def values_of(rng, spread, size):
@@ -33,21 +35,27 @@ def values_of(rng, spread, size):
 
 def read_tile(memory, at, num_groups):
     """The words of a compact tile, by the description of it."""
-    exponents = memory[at : at + LINE_BYTES].view(np.uint16)
+    high_bytes = memory[at : at + HIGH_BYTES]
     group, distance = memory[at + LINE_BYTES : at + LINE_BYTES + 16].view(np.int64)
     found = np.zeros((num_groups, 4, 32), np.uint16)
     for number in range(num_groups):
         start = at + HEAD_BYTES + number * GROUP_BYTES
-        lines = memory[start : start + GROUP_BYTES].view(np.uint16).reshape(3, 32)
+        lines = memory[start : start + GROUP_BYTES].reshape(3, 4, 2, 8).astype(np.uint16)  # two vectors, interleaved
         for i in range(4):
-            both = lines[i // 2]
-            half = both.byteswap() if i % 2 else both
-            found[number, i] = (half & 0x807F) | exponents[(lines[2] >> (4 * i)) % EXPONENTS]
+            low, places = (lines[line, :, i % 2].reshape(-1) for line in (i // 2, 2))
+            found[number, i] = low | high_bytes[places >> (4 * (i // 2)) & 15].astype(np.uint16) << 8
     at += distance
     while group < num_groups:
-        found[group] = memory[at + LINE_BYTES : at + RECORD_BYTES].view(np.uint16).reshape(4, 32)
-        group = memory[at : at + 8].view(np.int64)[0]
-        at += RECORD_BYTES
+        words = memory[at + RECORD_HEAD_BYTES :].view(np.uint16)
+        number = 0
+        for i, mask in enumerate(memory[at + 8 : at + RECORD_HEAD_BYTES].view(np.uint32)):
+            for word in range(32):
+                if mask >> word & 1:
+                    found[group, i, word] = words[number]
+                    number += 1
+        assert number > 0
+        group, size = memory[at : at + 8].view(np.int32)
+        at += size
     return found
 
 
@@ -64,14 +72,14 @@ def test_nothing_is_lost(seed, num_tiles, num_groups, spread, between):
     plain = values_of(np.random.default_rng(seed), spread, (num_tiles, num_groups * 128))
     tile_bytes = HEAD_BYTES + num_groups * GROUP_BYTES
     records_at = num_tiles * tile_bytes + between * LINE_BYTES
-    memory = np.zeros(records_at + num_tiles * num_groups * RECORD_BYTES, np.uint8)
+    memory = np.zeros(records_at + num_tiles * num_groups * 5 * LINE_BYTES + RECORD_OVERHANG, np.uint8)
     tiles = memory[: num_tiles * tile_bytes].reshape(num_tiles, tile_bytes)
     records = compact(plain, tiles, records_at - np.arange(num_tiles) * tile_bytes)
-    memory[records_at : records_at + records.size] = records.reshape(-1)
+    memory[records_at : records_at + records.size] = records
     if spread == 0:
-        assert len(records) < num_tiles * num_groups / 8 + 3
+        assert records.size < (num_tiles * num_groups / 8 + 3) * LINE_BYTES
     if spread is None and num_groups > 4:
-        assert len(records) > num_tiles * num_groups / 2
+        assert records.size > num_tiles * num_groups / 2 * 4 * LINE_BYTES
     for tile, expected in enumerate(plain.reshape(num_tiles, num_groups, 4, 32)):
         assert np.array_equal(read_tile(memory, tile * tile_bytes, num_groups), expected)
 
@@ -87,7 +95,7 @@ def both_decoders(monkeypatch, model):
     return decoders
 
 
-@needs_instruction
+@needs_instructions
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_logits_are_the_same_bits(monkeypatch, data):
@@ -116,7 +124,7 @@ def test_logits_are_the_same_bits(monkeypatch, data):
         assert np.array_equal(expected.view(np.uint32), found.view(np.uint32))
 
 
-@needs_instruction
+@needs_instructions
 def test_weights_that_do_not_get_smaller_still_compute(monkeypatch):
     """With a record for nearly every group, more than there was room for, the results are the same bits."""
     model = make_model(dtype=torch.bfloat16, hidden_size=128, intermediate_size=256)
@@ -136,10 +144,10 @@ def test_weights_that_do_not_get_smaller_still_compute(monkeypatch):
 def test_which_weights_are_compressible():
     """Normal weights get smaller on a CPU that has the instruction; numbers of all magnitudes do not."""
     rng = np.random.default_rng(0)
-    assert is_compressible(values_of(rng, 0, (64, 64))) == HAS_BF16_DOT
+    assert is_compressible(values_of(rng, 0, (64, 64))) == has_instructions
     assert not is_compressible(values_of(rng, None, (64, 64)))
     model = make_model(dtype=torch.bfloat16)
-    assert pack_weights(model, np.dtype(np.uint16)).format is (COMPACT if HAS_BF16_DOT else BFLOAT16)
+    assert pack_weights(model, np.dtype(np.uint16)).format is (COMPACT if has_instructions else BFLOAT16)
     for layer in model.layers:
         noise = torch.from_numpy(rng.integers(-(1 << 15), 1 << 15, layer.gate_up_weight.shape).astype(np.int16))
         layer.gate_up_weight.copy_(noise.view(torch.bfloat16))
