@@ -163,7 +163,7 @@ class _Packer:
         self._records_end = len(model.layers) * layer_bytes + vocab_bytes + copy_bytes
         overhang = RECORD_OVERHANG if COMPACT in (self._format, self._vocab_format) else 0
         spare = self._records_end // 16 if overhang else 0
-        self._packed = _aligned_zeros(self._records_end + spare + overhang)
+        self._packed = aligned_zeros(self._records_end + spare + overhang)
         layers: npt.NDArray[np.int64] = np.full((len(model.layers), forward.LAYER_COLUMNS), -1, np.int64)
         at = 0
         for index, (row, layer) in enumerate(zip(layers, model.layers, strict=True)):
@@ -292,7 +292,7 @@ class _Packer:
         records = compact(plain, tiles, distances)
         end = self._records_end + len(records)
         if end + RECORD_OVERHANG > len(self._packed):
-            larger = _aligned_zeros(end + end // 16 + RECORD_OVERHANG)
+            larger = aligned_zeros(end + end // 16 + RECORD_OVERHANG)
             larger[: self._records_end] = self._packed[: self._records_end]
             self._packed = larger
         self._packed[self._records_end : end] = records
@@ -389,7 +389,7 @@ def _interleaved(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(words).reshape(outputs // TILE_COLUMNS, num_blocks, -1).view(np.uint8)
 
 
-def _aligned_zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
+def aligned_zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
     """Return zeros that begin with a cache line.
 
     They come from the operating system, as large pages where it has them, which streaming needs; those that nobody
