@@ -31,7 +31,7 @@ from numba import prange, types
 from numba.core import cgutils
 
 from engine_v1.kernels.intrinsics import HAS_BF16_DOT, HAS_BYTE_PERMUTE, I8, I16, I32, I64, VF, VI, call, const
-from engine_v1.kernels.jit import jit, kernel_part, warmup
+from engine_v1.kernels.jit import jit, warmup
 from engine_v1.kernels.parallel import parallel_entry
 from engine_v1.kernels.tiles import (
     LINE_BYTES,
@@ -208,48 +208,7 @@ def _compact(plain, out, counts):  # type: ignore[no-untyped-def]
                     out[tile, place + 2 * LINE_BYTES] = both
 
 
-@kernel_part
-def record_bytes(count):  # type: ignore[no-untyped-def]
-    """Extent of a record of so many words."""
-    return (RECORD_HEAD_BYTES + 2 * count + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
-
-
-@jit
-def _write_records(plain, tiles, counts, heads, out):  # type: ignore[no-untyped-def]
-    """Write the records of all tiles in a row; note each tile's first group that has one, and where that is."""
-    num_tiles, num_groups = counts.shape
-    end = 0
-    for tile in range(num_tiles):
-        is_named = np.zeros(256, np.bool_)
-        for i in range(HIGH_BYTES):
-            is_named[tiles[tile, i]] = True
-        heads[tile, 0] = num_groups
-        heads[tile, 1] += end
-        before = -1
-        for group in range(num_groups):
-            if counts[tile, group] == 0:
-                continue
-            if before < 0:
-                heads[tile, 0] = group
-            else:
-                out[before : before + 4].view(np.int32)[0] = group
-            before = end
-            head = out[end : end + RECORD_HEAD_BYTES].view(np.uint32)
-            size = record_bytes(counts[tile, group])
-            head[0], head[1] = num_groups, size
-            words = out[end + RECORD_HEAD_BYTES : end + size].view(np.uint16)
-            number = 0
-            for i in range(4 * _WORDS):
-                if not is_named[plain[tile, group, i] >> 8]:
-                    head[2 + i // _WORDS] |= np.uint32(1) << np.uint32(i % _WORDS)
-                    words[number] = plain[tile, group, i]
-                    number += 1
-            end += size
-
-
-_WORDS_3D, _BYTES_2D, _COUNTS = types.uint16[:, :, ::1], types.uint8[:, :], types.int64[:, ::1]
-_COMPACT_SIGNATURE = (_WORDS_3D, _BYTES_2D, _COUNTS)
-_RECORDS_SIGNATURE = (_WORDS_3D, _BYTES_2D, _COUNTS, _COUNTS, types.uint8[::1])
+_COMPACT_SIGNATURE = (types.uint16[:, :, ::1], types.uint8[:, :], types.int64[:, ::1])
 
 
 def compact(
@@ -267,12 +226,25 @@ def compact(
     groups = plain.reshape(len(plain), -1, 4 * _WORDS)
     counts: npt.NDArray[np.int64] = np.zeros(groups.shape[:2], np.int64)
     warmup(_compact, [_COMPACT_SIGNATURE])
-    warmup(_write_records, [_RECORDS_SIGNATURE])
     with parallel_entry:
         _compact(groups, tiles, counts)
-    sizes = record_bytes.py_func(counts[counts > 0])
+    tile, number = np.nonzero(counts)
+    sizes = -(-(RECORD_HEAD_BYTES + 2 * counts[tile, number]) // LINE_BYTES) * LINE_BYTES
+    starts = np.cumsum(sizes) - sizes
+    words = groups[tile, number]
+    is_named: npt.NDArray[np.bool_] = np.zeros((len(tiles), 256), np.bool_)
+    np.put_along_axis(is_named, tiles[:, :HIGH_BYTES].astype(np.int64), values=True, axis=1)
+    is_replaced = ~is_named[tile[:, None], words >> 8]
     records: npt.NDArray[np.uint8] = np.zeros(int(sizes.sum()), np.uint8)
-    heads = np.stack((np.zeros_like(records_at), records_at), axis=1)
-    _write_records(groups, tiles, counts, heads, records)
-    tiles[:, LINE_BYTES : LINE_BYTES + 16] = heads.view(np.uint8)
+    places = (starts[:, None] + RECORD_HEAD_BYTES) // 2 + np.cumsum(is_replaced, axis=1) - 1
+    records.view(np.uint16)[places[is_replaced]] = words[is_replaced]
+    tile_after, number_after = np.append(tile, -1), np.append(number, groups.shape[1])
+    following = np.where(tile_after[1:] == tile, number_after[1:], groups.shape[1])
+    links = np.stack((following, sizes), axis=1).astype(np.int32).view(np.uint8)
+    masks = np.packbits(is_replaced, axis=1, bitorder="little")
+    records[starts[:, None] + np.arange(RECORD_HEAD_BYTES)] = np.concatenate((links, masks), axis=1)
+    first = np.searchsorted(tile, np.arange(len(tiles)))
+    first_group = np.where(tile_after[first] == np.arange(len(tiles)), number_after[first], groups.shape[1])
+    head = np.stack((first_group, records_at + np.append(starts, records.size)[first]), axis=1)
+    tiles[:, LINE_BYTES : LINE_BYTES + 16] = head.view(np.uint8)
     return records
