@@ -61,6 +61,13 @@ def _group_at(m, layer, block, head, group):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
+def _place(m, layer, slot, head):  # type: ignore[no-untyped-def]
+    """Where the group of a slot starts in such a cache, and the slot's lane in it."""
+    offset = slot % m.block_size
+    return _group_at(m, layer, slot // m.block_size, head, offset // GROUP), offset % GROUP
+
+
+@kernel_part
 def _row_at(m, layer, slot, head):  # type: ignore[no-untyped-def]
     """Where a key or value row starts in a cache with any other block size."""
     return ((layer * m.num_blocks * m.block_size + slot) * m.kv_heads + head) * m.head_pad
@@ -74,11 +81,17 @@ def put_key(row, row_at, size, out, at, lane):  # type: ignore[no-untyped-def]
         copy_word(row, row_at + step * pair, out, at + (step * GROUP + lane) * pair)
 
 
+@kernel_part(forceinline=True)
+def _value_at(at, lane, size, pair):  # type: ignore[no-untyped-def]
+    """Where the pair of value rows with `lane` starts in the group at `at`."""
+    return at + lane // pair * size * pair
+
+
 @kernel_part
 def put_value(row, row_at, size, out, at, lane):  # type: ignore[no-untyped-def]
     """Write a value row into place `lane` of the group at `at`."""
     pair = count_pairs(out)
-    first = at + lane // pair * size * pair
+    first = _value_at(at, lane, size, pair)
     for d in range(0, size, LANES):
         copy_values(row, row_at + d, out, first + d * pair, lane % pair)
 
@@ -155,12 +168,11 @@ def rope_and_cache(  # type: ignore[no-untyped-def]
 def _fetch_places(m, layer, slot, kv_head, keys, values):  # type: ignore[no-untyped-def]
     """Ask for the lines that a key and a value row will be written to: a key's are as many as its head is long."""
     if m.block_size % GROUP == 0:
-        offset = slot % m.block_size
-        at = _group_at(m, layer, slot // m.block_size, kv_head, offset // GROUP)
+        at, lane = _place(m, layer, slot, kv_head)
         pair = count_pairs(keys)
         for step in range(m.head_pad // pair):
             fetch_to_write(keys, at + step * GROUP * pair)
-        first = at + offset % GROUP // pair * m.head_pad * pair
+        first = _value_at(at, lane, m.head_pad, pair)
         for d in range(0, m.head_pad, LANES):
             fetch_to_write(values, first + d * pair)
 
@@ -168,12 +180,11 @@ def _fetch_places(m, layer, slot, kv_head, keys, values):  # type: ignore[no-unt
 @kernel_part
 def _write_row(ctx, m, layer, slot, kv_head, is_key, row_at, keys, values):  # type: ignore[no-untyped-def]
     if m.block_size % GROUP == 0:
-        offset = slot % m.block_size
-        at = _group_at(m, layer, slot // m.block_size, kv_head, offset // GROUP)
+        at, lane = _place(m, layer, slot, kv_head)
         if is_key:
-            put_key(ctx.act, row_at, m.head_pad, keys, at, offset % GROUP)
+            put_key(ctx.act, row_at, m.head_pad, keys, at, lane)
         else:
-            put_value(ctx.act, row_at, m.head_pad, values, at, offset % GROUP)
+            put_value(ctx.act, row_at, m.head_pad, values, at, lane)
         return
     out = keys if is_key else values
     at = _row_at(m, layer, slot, kv_head)

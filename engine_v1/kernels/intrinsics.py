@@ -87,6 +87,12 @@ def call(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
+def prefetch(builder: Any, pointer: Any, *, write: bool, locality: int) -> None:
+    """Emit a request for the cache line at a pointer; locality is LLVM's, from 0 (the nearest cache alone) to 3."""
+    flags = [ir.Constant(I32, n) for n in (int(write), locality, 1)]  # 1: data
+    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), [builder.bitcast(pointer, I8.as_pointer()), *flags])
+
+
 def broadcast(builder: Any, scalar: Any, vector_type: Any) -> Any:
     """Emit a scalar in every lane."""
     undef = ir.Constant(vector_type, ir.Undefined)
@@ -392,8 +398,7 @@ def fetch_to_write(typingctx: Any, array: Any, index: Any) -> Any:
     """Ask for the cache line of an element that will be written soon."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = builder.bitcast(_element_pointer(context, builder, sig.args[0], args[0], args[1]), I8.as_pointer())
-        call(builder, "llvm.prefetch.p0i8", ir.VoidType(), [pointer, *(ir.Constant(I32, n) for n in (1, 3, 1))])
+        prefetch(builder, _element_pointer(context, builder, sig.args[0], args[0], args[1]), write=True, locality=3)
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen

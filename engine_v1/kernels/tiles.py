@@ -30,6 +30,7 @@ from engine_v1.kernels.intrinsics import (
     call_address,
     const,
     iconst,
+    prefetch,
 )
 
 LINE_BYTES = 64  # a vector, and a cache line
@@ -108,8 +109,7 @@ def store_sums(builder: Any, sums: list[list[Any]], out: Any, out_stride: Any) -
 
 
 def _prefetch(builder: Any, at: Any, locality: int) -> None:
-    flags = [ir.Constant(I32, n) for n in (0, locality, 1)]  # to read, how near to keep it, data
-    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), [builder.inttoptr(at, I8.as_pointer()), *flags])
+    prefetch(builder, builder.inttoptr(at, I8.as_pointer()), write=False, locality=locality)
 
 
 def fetch_line(builder: Any, at: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine_v1.kernels.formats import FORMATS
-from engine_v1.kernels.intrinsics import HAS_BF16_DOT, HAS_INT8_DOT
+from engine_v1.kernels.intrinsics import HAS_BF16_DOT, HAS_BYTE_PERMUTE, HAS_INT8_DOT
 from engine_v1.kernels.packed_weights import PackedWeights, aligned_zeros
 from engine_v1.models.gguf_checkpoint import temporary_beside
 from engine_v1.paths import cache_root, is_writable_directory
@@ -45,7 +45,7 @@ def weights_path(files: Sequence[Path], *facts: object) -> Path | None:
     for file in files:
         stat = file.stat()
         key.update(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
-    key.update(repr((HAS_BF16_DOT, HAS_INT8_DOT, *facts)).encode())
+    key.update(repr((HAS_BF16_DOT, HAS_BYTE_PERMUTE, HAS_INT8_DOT, *facts)).encode())
     return root / "weights" / f"{files[0].parent.name[:60]}-{key.hexdigest()[:16]}.packed"
 
 

@@ -179,7 +179,8 @@ def check(case):
         assert all(cached > 0 for *_, cached in seen)
     accepted = metrics["vllm:spec_decode_num_accepted_tokens"].value
     drafted = metrics["vllm:spec_decode_num_draft_tokens"].value
-    assert 0 < accepted <= drafted
+    assert 0 <= accepted <= drafted > 0
+    assert accepted > 0 or case.adaptive  # adaptive lengths follow the clock
     print(f"  equal: {case}; {accepted} of {drafted} drafted tokens accepted")
 
 

@@ -291,7 +291,7 @@ def check_recipes(dishes, temperatures):
         for i, temperature in enumerate(temperatures)
     ]
     answers = []
-    for speculation in (None, {"method": "ngram"}):
+    for speculation in (None, NGRAM):  # lengths that follow the clock would leave the number of steps to it
         with LLM("smollm2-135m-instruct", max_model_len=512, speculative_config=speculation) as llm:
             answers.append(llm.chat(messages, params, use_tqdm=False))
     off, on = answers

@@ -55,6 +55,14 @@ def test_another_checkpoint_has_another_place(checkpoint):
     assert weights_path([checkpoint], "bfloat16") != path
 
 
+@pytest.mark.parametrize("instructions", ["HAS_BF16_DOT", "HAS_BYTE_PERMUTE", "HAS_INT8_DOT"])
+def test_another_cpu_has_another_place(checkpoint, monkeypatch, instructions):
+    """What a CPU without some instructions packs is another file, where a home is shared: it can't read the other."""
+    path = weights_path([checkpoint])
+    monkeypatch.setattr(weight_cache, instructions, not getattr(weight_cache, instructions))
+    assert weights_path([checkpoint]) != path
+
+
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:50], lambda b: b"x" + b, lambda b: b""])
 def test_a_damaged_file_is_not_read(checkpoint, damage):
     """What was cut short, or is something else, counts as not there."""
