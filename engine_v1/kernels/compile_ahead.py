@@ -9,19 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from engine_v1.kernels import forward, sampling, vocabulary
-from engine_v1.kernels.decoder import row_dtype
 from engine_v1.kernels.jit import cache_directory, is_being_compiled, is_kept, warmup
 from engine_v1.kernels.logprobs import LOGPROB_ROWS, logprob_rows
 from engine_v1.kernels.parallel import num_threads
 
-_PROGRAM = f"import torch, {__name__} as it; it.compile_kernels({{dtype}})"
+_PROGRAM = f"import numpy, {__name__} as it; it.compile_kernels(numpy.dtype('{{act}}'))"
 
 
 @contextlib.contextmanager
-def compiling_ahead(dtype: torch.dtype) -> Iterator[subprocess.Popen[bytes] | None]:
+def compiling_ahead(act: np.dtype[Any]) -> Iterator[subprocess.Popen[bytes] | None]:
     """Let a second process compile kernels while the body runs, if this is a first start that gains from it.
 
     Both processes take the kernels as they need them, one at a time under the kernel's file lock: what one of them has
@@ -29,13 +28,13 @@ def compiling_ahead(dtype: torch.dtype) -> Iterator[subprocess.Popen[bytes] | No
     and nothing else. It is gone when the body is left.
 
     Args:
-        dtype: the model's, bfloat16 or float32.
+        act: what the kernels' rows are made of: uint16, holding bf16, or float32.
     """
     process = None
-    if _is_worthwhile(dtype):
+    if _is_worthwhile(act):
         with contextlib.suppress(OSError):
             process = subprocess.Popen(  # noqa: S603 a fixed command
-                [sys.executable, "-P", "-c", _PROGRAM.format(dtype=dtype)],
+                [sys.executable, "-P", "-c", _PROGRAM.format(act=act)],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -49,17 +48,16 @@ def compiling_ahead(dtype: torch.dtype) -> Iterator[subprocess.Popen[bytes] | No
             process.wait()
 
 
-def compile_kernels(dtype: torch.dtype) -> None:
+def compile_kernels(act: np.dtype[Any]) -> None:
     """Compile kernels into the cache directory, the largest first; leave those alone that somebody is at."""
-    for function, compile_it in _kernels(dtype):
+    for function, compile_it in _kernels(act):
         if not is_being_compiled(function):
             compile_it()
 
 
-def _kernels(dtype: torch.dtype) -> list[tuple[Callable[..., Any], Callable[[], Any]]]:
+def _kernels(act: np.dtype[Any]) -> list[tuple[Callable[..., Any], Callable[[], Any]]]:
     """Return kernels that take seconds to compile, each with what compiles or loads it in the engine's form."""
-    act = row_dtype(dtype)
-    is_bf16 = dtype == torch.bfloat16
+    is_bf16 = act == np.uint16
     return [
         (forward.forward_bf16 if is_bf16 else forward.forward_f32, partial(forward.forward_address, act)),
         (vocabulary.vocabulary_bf16 if is_bf16 else vocabulary.vocabulary_f32, partial(vocabulary.warm_up, act)),
@@ -68,8 +66,8 @@ def _kernels(dtype: torch.dtype) -> list[tuple[Callable[..., Any], Callable[[], 
     ]
 
 
-def _is_worthwhile(dtype: torch.dtype) -> bool:
-    largest, _ = _kernels(dtype)[0]
+def _is_worthwhile(act: np.dtype[Any]) -> bool:
+    largest, _ = _kernels(act)[0]
     # A program that has Python inside calls itself sys.executable, or nothing.
     is_python = Path(sys.executable or "").name.startswith("python")
     return is_python and num_threads() > 1 and cache_directory() is not None and not is_kept(largest)

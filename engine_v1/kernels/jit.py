@@ -17,6 +17,7 @@ import numba
 import numpy as np
 from numba.core.caching import FunctionCache, NullCache
 
+from engine_v1.kernels.part_compiler import PartCompiler
 from engine_v1.paths import cache_root, is_writable_directory
 
 # Every file whose text ends up in machine code. Numba sees changes of the decorated function's own file only, never of
@@ -86,7 +87,11 @@ def kernel_part(function: Callable[..., Any] | None = None, **options: Any) -> A
     """
     if function is None:
         return functools.partial(kernel_part, **options)
-    return jit(function, cache=False, **{"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **options})
+    return jit(
+        function,
+        cache=False,
+        **{"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "pipeline_class": PartCompiler, **options},
+    )
 
 
 @contextlib.contextmanager

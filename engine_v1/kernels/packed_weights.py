@@ -24,9 +24,8 @@ from engine_v1.kernels.formats import (
 from engine_v1.kernels.intrinsics import HAS_INT8_DOT, TILE_COLUMNS
 from engine_v1.kernels.jit import jit, warmup
 from engine_v1.kernels.parallel import parallel_entry
-from engine_v1.kernels.quantize import ZERO_POINT, quantize_weight
 from engine_v1.kernels.quantized_tiles import BLOCK
-from engine_v1.kernels.screening import make_copy
+from engine_v1.kernels.quantized_weights import make_copy, pack_blocks, pack_int8
 from engine_v1.models.gguf_checkpoint import GgufMatrix
 
 Array = npt.NDArray[Any]
@@ -334,59 +333,6 @@ _PARTS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj",
 )  # fmt: skip
-
-
-def pack_int8(weight: torch.Tensor, tiles: Array, rows: Array, columns: Array) -> None:
-    """Round weights to 8 bits and lay them out in tiles: blocks of values, then 32 scales.
-
-    Args:
-        weight: float[n, k].
-        tiles: uint8[num_tiles, tile_bytes], written.
-        rows: int[n], which output each row is.
-        columns: int[k], which input each column is.
-    """
-    values, scales = quantize_weight(weight)
-    blocks_bytes = tiles.shape[1] - INT8.tail_bytes
-    placed = np.zeros((len(tiles) * TILE_COLUMNS, blocks_bytes // TILE_COLUMNS), np.uint8)
-    placed[np.ix_(rows, columns)] = values
-    tiles[:, :blocks_bytes] = _interleaved(placed.reshape(len(placed), -1, BLOCK)).reshape(len(tiles), -1)
-    placed_scales = np.zeros(len(placed), np.float32)
-    placed_scales[rows] = scales
-    tiles[:, blocks_bytes:] = placed_scales.view(np.uint8).reshape(len(tiles), -1)
-
-
-def pack_blocks(blocks: npt.NDArray[np.uint8], tiles: Array, rows: Array, *, four_bits: bool) -> None:
-    """Lay a GGUF's blocks out in tiles: the values of 32 outputs, then their scales (and smallest values).
-
-    Args:
-        blocks: uint8[outputs, num_blocks, block_bytes]: float16 scale, float16 smallest value (4 bits), values.
-        tiles: uint8[num_tiles, tile_bytes], written.
-        rows: int[outputs], which output each is.
-        four_bits: Q4_1 blocks, else Q8_0.
-    """
-    num_tiles, num_blocks = len(tiles), blocks.shape[1]
-    placed = np.zeros((num_tiles * TILE_COLUMNS, *blocks.shape[1:]), np.uint8)
-    placed[rows] = blocks
-    head = 4 if four_bits else 2
-    values = placed[:, :, head:]
-    if not four_bits:
-        values = values ^ np.uint8(ZERO_POINT)  # signed to unsigned, 128 standing for 0
-    parts = [_interleaved(values)]
-    for i in range(0, head, 2):  # [tile, output, block, 2 bytes] -> [tile, block, output, 2 bytes]
-        number = placed[:, :, i : i + 2].reshape(num_tiles, TILE_COLUMNS, num_blocks, 2).transpose(0, 2, 1, 3)
-        parts.append(number.reshape(num_tiles, num_blocks, -1))
-    tiles[:] = np.concatenate(parts, axis=2).reshape(num_tiles, -1)
-
-
-def _interleaved(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Order blocks as a tile reads them.
-
-    uint8[outputs, blocks, bytes] -> uint8[tiles, blocks, 2 halves * words * 16 outputs * 4 bytes]
-    """
-    outputs, num_blocks, _ = values.shape
-    words = np.ascontiguousarray(values).view(np.uint32)
-    words = words.reshape(outputs // TILE_COLUMNS, 2, TILE_COLUMNS // 2, num_blocks, -1).transpose(0, 3, 1, 4, 2)
-    return np.ascontiguousarray(words).reshape(outputs // TILE_COLUMNS, num_blocks, -1).view(np.uint8)
 
 
 def aligned_zeros(num_bytes: int) -> npt.NDArray[np.uint8]:

@@ -1,10 +1,8 @@
-"""Quantising: rows to 8 bits while a step runs, weights to 8 bits once."""
+"""Quantising a step's rows to 8 bits."""
 
 import math
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from engine_v1.kernels.intrinsics import (
     absolute,
@@ -102,18 +100,3 @@ def operands(m, x, size, byte_rows):  # type: ignore[no-untyped-def]
     if byte_rows != 0:
         return byte_rows, byte_row_size(pad), pad // m.step_values
     return address(x, 0), pad * x.itemsize, (size + m.step_values - 1) // m.step_values
-
-
-def quantize_weight(weight: torch.Tensor) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
-    """Round each output's weights to 8 bits with one scale, the largest magnitude / 127.
-
-    Args:
-        weight: float[outputs, inputs].
-
-    Returns:
-        uint8[outputs, inputs], 128 standing for 0, and float32[outputs], the scales.
-    """
-    wide = weight.float()
-    scales = wide.abs().amax(dim=1) / 127.0
-    rounded = torch.round(wide / torch.where(scales > 0, scales, 1.0)[:, None])
-    return (rounded + ZERO_POINT).to(torch.uint8).numpy(), scales.numpy()

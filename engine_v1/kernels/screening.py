@@ -8,13 +8,7 @@ The bounds are the Cauchy-Schwarz inequality: with w = v + (w - v) for the copy 
 row y, |w.x - v.y| <= |w - v| |x| + |v| |x - y|. What both products lose in their float32 sums is added to it.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import gguf
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from engine_v1.kernels.intrinsics import (
     LANES,
@@ -50,7 +44,6 @@ SLACK = 1.01
 LEAST_MARGIN = 1e-6
 # Places per row: its norm, the norm of what quantising took from it, and the least that its largest output can be.
 FACTS = 3
-_OUTPUTS_AT_ONCE = 8192
 
 
 @kernel_part
@@ -184,31 +177,3 @@ def candidates_argmax(ctx, phase, x, x_bytes, rows, w, size, steps, upper, facts
         done += 1
         task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
     finish(ctx.sync, ctx.threads, phase, done, total)
-
-
-def make_copy(
-    weight: torch.Tensor, pack: Callable[[npt.NDArray[np.uint8], npt.NDArray[np.int64]], None]
-) -> npt.NDArray[np.float32]:
-    """Quantise an output embedding and measure what that took from it.
-
-    Args:
-        weight: float[outputs, inputs], inputs a multiple of 32.
-        pack: takes some outputs' blocks, uint8[n, blocks, 34], and which outputs they are, int64[n].
-
-    Returns:
-        float32[tiles, 2, 32], the bounds of :func:`screen`.
-    """
-    outputs, inputs = weight.shape
-    kind = gguf.GGMLQuantizationType.Q8_0
-    off: npt.NDArray[np.float32] = np.zeros((-(-outputs // TILE_COLUMNS) * TILE_COLUMNS, 2), np.float32)
-    for first in range(0, outputs, _OUTPUTS_AT_ONCE):
-        wide = weight[first : first + _OUTPUTS_AT_ONCE].detach().float().numpy()
-        with np.errstate(all="ignore"):  # what is not finite bounds nothing, and so does what is too large for float16
-            blocks = gguf.quants.quantize(wide, kind)
-            copy = gguf.quants.dequantize(blocks, kind)
-            error, norm, copy_norm = (np.linalg.norm(part, axis=1) for part in (wide - copy, wide, copy))
-            rounding = ROUNDING * inputs * (norm + copy_norm)
-            bounds: Any = np.stack([SLACK * (error + rounding), SLACK * (copy_norm + rounding)], axis=1)
-        off[first : first + len(wide)] = np.where(np.isfinite(bounds), bounds, np.inf)
-        pack(blocks.reshape(len(wide), -1, blocks.shape[1] * 32 // inputs), first + np.arange(len(wide)))
-    return np.ascontiguousarray(off.reshape(-1, TILE_COLUMNS, 2).transpose(0, 2, 1))

@@ -2,7 +2,7 @@
 
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,13 @@ from engine_v1.kernels.intrinsics import (
 )
 from engine_v1.kernels.jit import jit, kernel_part, native_function, warmup
 from engine_v1.kernels.linear import ARGMAX_TILES, linear_argmax, linear_store
-from engine_v1.kernels.packed_weights import PackedWeights
 from engine_v1.kernels.parallel import run_parallel
 from engine_v1.kernels.quantize import byte_row_size, operands, quantize_rows
 from engine_v1.kernels.schedule import LINE, sync_size
 from engine_v1.kernels.screening import FACTS, candidates_argmax, gather_bounds, measure_rows, screen
+
+if TYPE_CHECKING:  # who only compiles kernels needs no torch
+    from engine_v1.kernels.packed_weights import PackedWeights
 
 _PHASES = 4
 # Screening leaves each row tiles that are computed one by one. Where they are more than this share of all tiles, and so
@@ -72,7 +74,7 @@ class OutputProjection:
 
     def __init__(
         self,
-        weights: PackedWeights,
+        weights: "PackedWeights",
         act: np.dtype[Any],
         *,
         vocab_size: int,

@@ -21,7 +21,10 @@ from engine_v1.paths import cache_root, is_writable_directory
 logger = logging.getLogger(__name__)
 
 # Files whose text decides how weights are packed: a change of theirs makes every file be written anew.
-_SOURCES = ("compact_tiles.py", "formats.py", "forward.py", "packed_weights.py", "quantize.py", "screening.py")
+_SOURCES = (
+    "compact_tiles.py", "formats.py", "forward.py", "packed_weights.py", "quantize.py", "quantized_weights.py",
+    "screening.py",
+)  # fmt: skip
 _ARRAYS = {"layers": np.int64, "floats": np.float32, "packed": np.uint8}
 _NUMBERS = ("lm_head_at", "final_norm_at", "screen_at", "screen_bounds_at")
 _PAGE = 4096  # arrays start on pages

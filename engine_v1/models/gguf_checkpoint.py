@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -171,10 +172,29 @@ def _open_gguf(path: Path) -> Any:
     import gguf
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        """Reads arrays, of which a vocabulary has three, ten times as fast: a second less per file."""
+
         def _build_fields(self, *args: Any) -> Any:
-            # A vocabulary is hundreds of thousands of slices, and one of a memmap takes three times that of an array.
-            self.data: Any = np.asarray(self.data)
+            self.data: Any = np.asarray(self.data)  # a slice of a memmap takes three times that of an array
             return super()._build_fields(*args)
+
+        def _get_field_parts(self, start: int, kind: int) -> Any:
+            if kind != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
+                return super()._get_field_parts(start, kind)
+            item, length = self._get(start, np.uint32), self._get(start + 4, np.uint64)
+            types = [gguf.GGUFValueType.ARRAY, *([gguf.GGUFValueType(item[0])] if length[0] else [])]
+            parts, at = [item, length], start + 12
+            if item[0] == gguf.GGUFValueType.STRING:
+                for _ in range(int(length[0])):
+                    (size,) = struct.unpack_from("<Q", self.data, at)
+                    parts.append(self.data[at + 8 : at + 8 + size])
+                    at += 8 + size
+            elif (scalar := self.gguf_scalar_to_np.get(item[0])) is not None:
+                parts.append(self._get(at, scalar, length[0]))
+                at += parts[-1].nbytes
+            else:
+                return super()._get_field_parts(start, kind)
+            return at - start, parts, list(range(2, len(parts))), types
 
     try:
         reader = Reader(path)

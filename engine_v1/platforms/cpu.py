@@ -50,8 +50,9 @@ class CpuPlatform:
         if not uses_kernels or not _has_kernels(get_model_class([architecture]), dtype):
             return nullcontext()
         from engine_v1.kernels.compile_ahead import compiling_ahead
+        from engine_v1.kernels.decoder import row_dtype
 
-        return compiling_ahead(dtype)
+        return compiling_ahead(row_dtype(dtype))
 
     def make_backend(self, loaded: LoadedModel, config: EngineConfig, *, num_blocks: int) -> Backend:
         """Return the Numba kernels for the Llama family in bfloat16 or float32, torch for anything else.

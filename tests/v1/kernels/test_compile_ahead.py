@@ -1,18 +1,20 @@
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from engine_v1.kernels import compile_ahead
 from engine_v1.kernels import jit as jit_module
 from engine_v1.kernels.compile_ahead import compile_kernels, compiling_ahead
-from engine_v1.kernels.decoder import row_dtype, warm_up
+from engine_v1.kernels.decoder import warm_up
 from engine_v1.kernels.jit import cache_directory
 from engine_v1.kernels.logprobs import logprob_rows
 from engine_v1.kernels.parallel import num_threads
 from engine_v1.platforms import get_platform
 from engine_v1.worker.cpu_backend import compile_sampling
 
+BF16 = np.dtype(np.uint16)
 SMALL_KERNEL = """
 from numba import types
 from engine_v1.kernels.jit import native_function
@@ -52,16 +54,16 @@ def was_loaded(small):
 
 def test_what_the_second_process_compiled_is_loaded(small):
     """A kernel is compiled once, by the second process, and later starts have no such process."""
-    with compiling_ahead(torch.bfloat16) as process:
+    with compiling_ahead(BF16) as process:
         assert process.wait(timeout=60) == 0
         assert was_loaded(small)
-    with compiling_ahead(torch.bfloat16) as process:
+    with compiling_ahead(BF16) as process:
         assert process is None
 
 
 def test_a_second_process_that_dies_changes_nothing(small):
     """Where the second process ends early the engine's own compiles."""
-    with compiling_ahead(torch.bfloat16) as process:
+    with compiling_ahead(BF16) as process:
         process.kill()
         process.wait()
         assert not was_loaded(small)
@@ -71,7 +73,7 @@ def test_a_second_process_that_dies_changes_nothing(small):
 def test_without_a_python_to_start_there_is_no_second_process(small, monkeypatch, executable):
     """A program that contains Python is not started again, and one that is missing is no error."""
     monkeypatch.setattr(sys, "executable", executable)
-    with compiling_ahead(torch.bfloat16) as process:
+    with compiling_ahead(BF16) as process:
         assert process is None
         assert not was_loaded(small)
 
@@ -80,7 +82,7 @@ def test_one_cpu_has_no_second_process(small, monkeypatch):
     """Where both would share one CPU nothing would be gained."""
     monkeypatch.setattr(compile_ahead, "num_threads", num_threads)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with compiling_ahead(torch.bfloat16) as process:
+    with compiling_ahead(BF16) as process:
         assert process is None
 
 
@@ -88,7 +90,7 @@ def test_nothing_writable_means_no_second_process(small, monkeypatch, tmp_path):
     """What a second process compiles could not be loaded."""
     monkeypatch.setenv("ENGINE_V1_CACHE", str(tmp_path / "small_kernel.py"))
     cache_directory.cache_clear()
-    with compiling_ahead(torch.bfloat16) as process:
+    with compiling_ahead(BF16) as process:
         assert process is None
 
 
@@ -96,7 +98,7 @@ def test_nothing_writable_means_no_second_process(small, monkeypatch, tmp_path):
 def test_the_second_process_is_gone_after_a_failed_start(monkeypatch):
     """It neither runs on nor stays as a zombie."""
     monkeypatch.setattr(compile_ahead, "_PROGRAM", "import time; time.sleep(600)")
-    with pytest.raises(ValueError, match="no such model"), compiling_ahead(torch.bfloat16) as process:
+    with pytest.raises(ValueError, match="no such model"), compiling_ahead(BF16) as process:
         raise ValueError("no such model")
     assert process.returncode is not None
 
@@ -104,19 +106,19 @@ def test_the_second_process_is_gone_after_a_failed_start(monkeypatch):
 def test_kernels_that_somebody_is_at_are_left_alone(small):
     """The second process does not wait for the first."""
     with jit_module._kernel_lock(small.double):
-        compile_kernels(torch.bfloat16)
+        compile_kernels(BF16)
     assert not jit_module.is_kept(small.double)
-    compile_kernels(torch.bfloat16)
+    compile_kernels(BF16)
     assert jit_module.is_kept(small.double)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_forms_are_those_that_an_engine_loads(dtype):
+@pytest.mark.parametrize("act", [BF16, np.dtype(np.float32)], ids=str)
+def test_the_forms_are_those_that_an_engine_loads(act):
     """The second process compiles nothing that an engine of that dtype does without."""
-    warm_up(row_dtype(dtype))
+    warm_up(act)
     compile_sampling()
     compiled = len(jit_module._native_functions), len(logprob_rows.overloads)
-    compile_kernels(dtype)
+    compile_kernels(act)
     assert (len(jit_module._native_functions), len(logprob_rows.overloads)) == compiled
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from engine_v1.kernels.decoder import row_dtype
 from engine_v1.kernels.formats import INT8, Q4_1, Q8_0
 from engine_v1.kernels.packed_weights import pack_weights
-from engine_v1.kernels.quantize import ZERO_POINT, quantize_weight
+from engine_v1.kernels.quantize import ZERO_POINT
+from engine_v1.kernels.quantized_weights import quantize_weight
 from engine_v1.models.gguf_checkpoint import GgufMatrix
 from tests.v1.kernels.models import (
     Sequences,

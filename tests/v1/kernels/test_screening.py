@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_v1.kernels import screening
 from engine_v1.kernels.decoder import row_dtype
 from engine_v1.kernels.intrinsics import HAS_INT8_DOT
 from engine_v1.kernels.packed_weights import as_numpy, pack_weights
 from engine_v1.kernels.parallel import num_threads_cached
+from engine_v1.kernels.quantized_weights import make_copy
 from engine_v1.kernels.vocabulary import OutputProjection
 from tests.v1.kernels.models import make_model
 
@@ -105,7 +105,7 @@ def test_the_bounds_hold():
     weight = torch.randn(320, 96, generator=generator)
     hidden = torch.randn(50, 96, generator=generator)
     copies = []
-    bounds = screening.make_copy(weight, lambda blocks, _: copies.append(blocks))
+    bounds = make_copy(weight, lambda blocks, _: copies.append(blocks))
     scales = copies[0][:, :, :2].copy().view(np.float16).astype(np.float64)
     copy = (copies[0][:, :, 2:].view(np.int8) * scales).reshape(320, 96)
     rounded = hidden.numpy().reshape(50, 3, 32)
