@@ -46,6 +46,7 @@ from engine_v1.kernels.tiles import (
     tile_cases,
 )
 
+HAS_COMPACT_TILES = HAS_BF16_DOT and HAS_BYTE_PERMUTE
 GROUP_VALUES = 4  # along k: two steps of a bf16 tile
 HEAD_BYTES = 2 * LINE_BYTES
 GROUP_BYTES = 3 * LINE_BYTES
@@ -160,14 +161,12 @@ def tile_compact(rows, vectors, x, x_stride, table, table_stride, ahead, groups,
 
 
 def is_compressible(weight: npt.NDArray[np.uint16]) -> bool:
-    """Say whether bf16 weights get smaller, by a sample of them.
-
-    Tiles for it are there only with AVX512-BF16 and AVX512-VBMI.
+    """Say whether there are tiles for it, and bf16 weights get smaller, by a sample of them.
 
     Args:
         weight: uint16[outputs, inputs], bf16.
     """
-    if not (HAS_BF16_DOT and HAS_BYTE_PERMUTE):
+    if not HAS_COMPACT_TILES:
         return False
     sample = weight.reshape(-1)[:_SAMPLE]
     counts = np.sort(np.bincount((sample >> 8) & 0x7F, minlength=HIGH_BYTES // 2))

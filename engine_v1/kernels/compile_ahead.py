@@ -12,9 +12,14 @@ from typing import Any
 import numpy as np
 
 from engine_v1.kernels import forward, sampling, vocabulary
-from engine_v1.kernels.jit import cache_directory, is_being_compiled, is_kept, warmup
+from engine_v1.kernels.compact_tiles import HAS_COMPACT_TILES
+from engine_v1.kernels.formats import COMPACT, SCREEN_FORMAT, float_format
+from engine_v1.kernels.intrinsics import HAS_INT8_DOT
+from engine_v1.kernels.jit import cache_directory, is_being_compiled, is_kept, native_function, warmup
 from engine_v1.kernels.logprobs import LOGPROB_ROWS, logprob_rows
 from engine_v1.kernels.parallel import num_threads
+from engine_v1.kernels.step_layout import LAY_OUT_SIGNATURE, lay_out
+from engine_v1.kernels.tiles import TILE_SIGNATURE, keys_bf16, keys_f32
 
 _PROGRAM = f"import numpy, {__name__} as it; it.compile_kernels(numpy.dtype('{{act}}'))"
 
@@ -56,13 +61,24 @@ def compile_kernels(act: np.dtype[Any]) -> None:
 
 
 def _kernels(act: np.dtype[Any]) -> list[tuple[Callable[..., Any], Callable[[], Any]]]:
-    """Return kernels that take seconds to compile, each with what compiles or loads it in the engine's form."""
+    """Return the kernels that take longest to compile, each with what compiles or loads it in the engine's form.
+
+    Tiles come last: weights may be of another format than most models'.
+    """
     is_bf16 = act == np.uint16
+    keys = keys_bf16 if is_bf16 else keys_f32
+    formats = [COMPACT if is_bf16 and HAS_COMPACT_TILES else float_format(act)]
+    if HAS_INT8_DOT:
+        formats.append(SCREEN_FORMAT)
     return [
         (forward.forward_bf16 if is_bf16 else forward.forward_f32, partial(forward.forward_address, act)),
         (vocabulary.vocabulary_bf16 if is_bf16 else vocabulary.vocabulary_f32, partial(vocabulary.warm_up, act)),
         (logprob_rows.py_func, partial(warmup, logprob_rows, [LOGPROB_ROWS])),
         (sampling.sample_entry, sampling.warm_up),
+        (forward.begin_step.py_func, partial(warmup, forward.begin_step, [forward.BEGIN_STEP_SIGNATURE])),
+        (lay_out.py_func, partial(warmup, lay_out, [LAY_OUT_SIGNATURE])),
+        (keys, partial(native_function, keys, TILE_SIGNATURE)),
+        *((form.tile, form.tile_address) for form in formats),
     ]
 
 

@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import types
 
 from engine_v1.attention.metadata import AttentionMetadata
 from engine_v1.kernels import attention, forward, parallel, schedule, vocabulary
 from engine_v1.kernels.formats import FORMAT_FIELDS, SCREEN_FORMAT, padded
 from engine_v1.kernels.intrinsics import describe_int8
-from engine_v1.kernels.jit import jit, native_function, warmup
+from engine_v1.kernels.jit import native_function, warmup
 from engine_v1.kernels.packed_weights import (
     DecoderModel,
     PackedWeights,
@@ -27,11 +26,6 @@ from engine_v1.kernels.vocabulary import OutputProjection
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 # Parts of split attention that are kept at once: (row, head, span). Beyond, blocks of rows are not split.
 _MAX_PARTS_BYTES = 32 << 20
-
-# Places in the sizes that a step's kernel gets.
-_ROWS, _UNITS, _MERGES, _KV_HEADS, _GROUP_HEADS = map(
-    forward.SIZE_FIELDS.index, ("rows", "units", "merges", "kv_heads", "group_heads")
-)
 
 Array = npt.NDArray[Any]
 
@@ -235,7 +229,7 @@ class CpuDecoder:
         rows = len(input_ids)
         if rows > self.max_num_tokens:
             raise ValueError(f"{rows} rows exceed max_num_tokens={self.max_num_tokens}")
-        longest = _begin_step(
+        longest = forward.begin_step(
             input_ids, positions, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables,
             metadata.slot_mapping, self.max_model_len, self._block_rows, self._threads, self._max_parts, self._ids,
             self._positions, self._units, self._merges, self._sync, self._sizes, self._addresses,
@@ -267,41 +261,11 @@ def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None
     Returns:
         Addresses of attention's tile and of the step.
     """
-    i32 = types.Array(types.int32, 1, "C")
-    table = types.Array(types.int32, 2, "C")
     parallel.warm_up(progress=progress)
-    longs = types.Array(types.int64, 1, "C")
-    arrays = (i32, i32, table, table, longs, longs, longs)
-    warmup(_begin_step, [(longs, longs, i32, i32, table, longs, *([types.int64] * 4), *arrays)], progress=progress)
+    warmup(forward.begin_step, [forward.BEGIN_STEP_SIGNATURE], progress=progress)
     tile = native_function(keys_bf16 if act == np.uint16 else keys_f32, TILE_SIGNATURE, progress=progress)
     vocabulary.warm_up(act, progress=progress)
     return tile, forward.forward_address(act, progress=progress)
-
-
-@jit
-def _begin_step(  # type: ignore[no-untyped-def]
-    input_ids, positions, query_start, seq_lens, block_tables, slots, max_model_len, block_rows, threads, max_parts,
-    ids_32, positions_32, units, merges, sync, sizes, addresses,
-):  # fmt: skip
-    """Write down what a step is, for its kernel; return its longest sequence, and do nothing where that is too long."""
-    longest = np.int64(0)
-    for seq_len in seq_lens:
-        longest = max(longest, np.int64(seq_len))
-    if longest > max_model_len:
-        return longest
-    for i in range(len(input_ids)):
-        ids_32[i] = input_ids[i]
-        positions_32[i] = positions[i]
-    sizes[_ROWS] = len(input_ids)
-    sizes[_UNITS], sizes[_MERGES] = attention.plan_units(
-        query_start, seq_lens, block_rows, sizes[_KV_HEADS], sizes[_GROUP_HEADS], threads, max_parts, units, merges
-    )
-    addresses[forward.SLOTS] = slots.ctypes.data
-    addresses[forward.SEQ_LENS] = seq_lens.ctypes.data
-    addresses[forward.BLOCK_TABLES] = block_tables.ctypes.data
-    addresses[forward.BLOCK_TABLE_COLUMNS] = block_tables.shape[1]
-    sync[:] = 0
-    return longest
 
 
 def _rope_table(model: DecoderModel, positions: int) -> Array:

@@ -14,6 +14,7 @@ from engine_v1.kernels.attention import (
     VALUES_AT,
     attend,
     merge_parts,
+    plan_units,
     rope_and_cache,
 )
 from engine_v1.kernels.elementwise import rms_norm
@@ -29,7 +30,7 @@ from engine_v1.kernels.intrinsics import (
     load,
     store,
 )
-from engine_v1.kernels.jit import kernel_part, native_function
+from engine_v1.kernels.jit import jit, kernel_part, native_function
 from engine_v1.kernels.linear import linear_add, linear_silu_mul, linear_store
 from engine_v1.kernels.quantize import byte_row_size, operands, quantize_row, quantize_rows
 from engine_v1.kernels.schedule import claim, finish
@@ -50,6 +51,9 @@ SIZE_FIELDS = (
     "table_size", "max_lines", "tile", *FORMAT_FIELDS,
 )  # fmt: skip
 Sizes = namedtuple("Sizes", (*SIZE_FIELDS, "score_factor"))  # noqa: PYI024  (Numba's named tuples are untyped)
+_ROWS, _UNITS, _MERGES, _KV_HEADS, _GROUP_HEADS = map(
+    SIZE_FIELDS.index, ("rows", "units", "merges", "kv_heads", "group_heads")
+)
 # Addresses that a step's kernel gets, in this order.
 (
     SIZES, SCALARS, SYNC, LAYERS, WEIGHTS, FLOATS, EMBED, ROPE, IDS, POSITIONS, SLOTS, UNITS, MERGES, SEQ_LENS,
@@ -228,3 +232,36 @@ def forward_address(act: Any, *, progress: Callable[[str], None] | None = None) 
     """Return the address of a step's kernel, for :func:`engine_v1.kernels.parallel.run_parallel`."""
     entry = forward_bf16 if act == np.uint16 else forward_f32
     return native_function(entry, types.void(types.int64, types.int64, types.int64), progress=progress)
+
+
+@jit
+def begin_step(  # type: ignore[no-untyped-def]
+    input_ids, positions, query_start, seq_lens, block_tables, slots, max_model_len, block_rows, threads, max_parts,
+    ids_32, positions_32, units, merges, sync, sizes, addresses,
+):  # fmt: skip
+    """Write down what a step is, for its kernel; return its longest sequence, and do nothing where that is too long."""
+    longest = np.int64(0)
+    for seq_len in seq_lens:
+        longest = max(longest, np.int64(seq_len))
+    if longest > max_model_len:
+        return longest
+    for i in range(len(input_ids)):
+        ids_32[i] = input_ids[i]
+        positions_32[i] = positions[i]
+    sizes[_ROWS] = len(input_ids)
+    sizes[_UNITS], sizes[_MERGES] = plan_units(
+        query_start, seq_lens, block_rows, sizes[_KV_HEADS], sizes[_GROUP_HEADS], threads, max_parts, units, merges
+    )
+    addresses[SLOTS] = slots.ctypes.data
+    addresses[SEQ_LENS] = seq_lens.ctypes.data
+    addresses[BLOCK_TABLES] = block_tables.ctypes.data
+    addresses[BLOCK_TABLE_COLUMNS] = block_tables.shape[1]
+    sync[:] = 0
+    return longest
+
+
+_INTS, _TABLE, _LONGS = types.int32[::1], types.int32[:, ::1], types.int64[::1]
+BEGIN_STEP_SIGNATURE = (
+    _LONGS, _LONGS, _INTS, _INTS, _TABLE, _LONGS, *([types.int64] * 4), _INTS, _INTS, _TABLE, _TABLE, _LONGS, _LONGS,
+    _LONGS,
+)  # fmt: skip

@@ -4,15 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from engine_v1.kernels import compile_ahead
+from engine_v1.kernels import compile_ahead, forward
 from engine_v1.kernels import jit as jit_module
 from engine_v1.kernels.compile_ahead import compile_kernels, compiling_ahead
-from engine_v1.kernels.decoder import warm_up
-from engine_v1.kernels.jit import cache_directory
+from engine_v1.kernels.decoder import CpuDecoder
+from engine_v1.kernels.jit import cache_directory, warmup
 from engine_v1.kernels.logprobs import logprob_rows
 from engine_v1.kernels.parallel import num_threads
+from engine_v1.kernels.step_layout import LAY_OUT_SIGNATURE, lay_out
 from engine_v1.platforms import get_platform
 from engine_v1.worker.cpu_backend import compile_sampling
+from tests.v1.kernels.models import make_model
 
 BF16 = np.dtype(np.uint16)
 SMALL_KERNEL = """
@@ -114,12 +116,19 @@ def test_kernels_that_somebody_is_at_are_left_alone(small):
 
 @pytest.mark.parametrize("act", [BF16, np.dtype(np.float32)], ids=str)
 def test_the_forms_are_those_that_an_engine_loads(act):
-    """The second process compiles nothing that an engine of that dtype does without."""
-    warm_up(act)
+    """The second process compiles what an engine of that dtype needs for unquantised weights, and nothing else."""
+    model = make_model(dtype=torch.bfloat16 if act == BF16 else torch.float32)
+    CpuDecoder(model, num_blocks=2, block_size=16, max_num_tokens=16)
     compile_sampling()
-    compiled = len(jit_module._native_functions), len(logprob_rows.overloads)
+    warmup(lay_out, [LAY_OUT_SIGNATURE])
+
+    def compiled():
+        kernels = (logprob_rows, forward.begin_step, lay_out)
+        return len(jit_module._native_functions), [list(kernel.overloads) for kernel in kernels]
+
+    before = compiled()
     compile_kernels(act)
-    assert (len(jit_module._native_functions), len(logprob_rows.overloads)) == compiled
+    assert compiled() == before
 
 
 def test_models_without_kernels_have_no_second_process(monkeypatch):
