@@ -31,7 +31,7 @@ from numba import prange, types
 from numba.core import cgutils
 
 from engine_v1.kernels.intrinsics import HAS_BF16_DOT, HAS_BYTE_PERMUTE, I8, I16, I32, I64, VF, VI, call, const
-from engine_v1.kernels.jit import jit, warmup
+from engine_v1.kernels.jit import jit, kernel_part, warmup
 from engine_v1.kernels.parallel import parallel_entry
 from engine_v1.kernels.tiles import (
     LINE_BYTES,
@@ -173,41 +173,51 @@ def is_compressible(weight: npt.NDArray[np.uint16]) -> bool:
     return bool(counts[: -HIGH_BYTES // 2].sum() * GROUP_VALUES * 32 <= MAX_RECORDS * len(sample))
 
 
+@kernel_part
+def _compact_tile(plain, out, counts, work):  # type: ignore[no-untyped-def]
+    """Write one tile in its compact form, all but where its records are; count the words that records will have."""
+    num_groups = len(plain)
+    histogram, places = work[:128], work[128:]
+    histogram[:] = 0
+    for group in range(num_groups):
+        for i in range(4 * _WORDS):
+            histogram[(plain[group, i] >> 8) & 0x7F] += 1
+    places[:] = -1
+    for place in range(HIGH_BYTES // 2):
+        magnitude = 0
+        for i in range(128):
+            if histogram[i] > histogram[magnitude]:
+                magnitude = i
+        histogram[magnitude] = -1
+        for sign in range(2):
+            high = magnitude | sign << 7
+            number = place + sign * HIGH_BYTES // 2
+            places[high] = number
+            for copy in range(LINE_BYTES // HIGH_BYTES):
+                out[copy * HIGH_BYTES + number] = high
+    for group in range(num_groups):
+        at = HEAD_BYTES + group * GROUP_BYTES
+        for vector in range(2):
+            for word in range(_WORDS):
+                place = at + _PLACES[word] + vector * _NEXT
+                both = np.int64(0)
+                for line in range(2):
+                    value = np.int64(plain[group, (2 * line + vector) * _WORDS + word])
+                    out[place + line * LINE_BYTES] = value & 0xFF
+                    number = places[value >> 8]
+                    counts[group] += number < 0
+                    both |= max(number, 0) << (4 * line)
+                out[place + 2 * LINE_BYTES] = both
+
+
 @jit(parallel=True)
-def _compact(plain, out, counts):  # type: ignore[no-untyped-def]
-    """Write tiles in their compact form, all but where their records are; count the words that records will have."""
-    num_tiles, num_groups, _ = plain.shape
-    for tile in prange(num_tiles):
-        histogram = np.zeros(128, np.int64)
-        for group in range(num_groups):
-            for i in range(4 * _WORDS):
-                histogram[(plain[tile, group, i] >> 8) & 0x7F] += 1
-        places = np.full(256, -1, np.int64)
-        for place in range(HIGH_BYTES // 2):
-            magnitude = np.argmax(histogram)
-            histogram[magnitude] = -1
-            for sign in range(2):
-                high = magnitude | sign << 7
-                number = place + sign * HIGH_BYTES // 2
-                places[high] = number
-                for copy in range(LINE_BYTES // HIGH_BYTES):
-                    out[tile, copy * HIGH_BYTES + number] = high
-        for group in range(num_groups):
-            at = HEAD_BYTES + group * GROUP_BYTES
-            for vector in range(2):
-                for word in range(_WORDS):
-                    place = at + _PLACES[word] + vector * _NEXT
-                    both = np.int64(0)
-                    for line in range(2):
-                        value = np.int64(plain[tile, group, (2 * line + vector) * _WORDS + word])
-                        out[tile, place + line * LINE_BYTES] = value & 0xFF
-                        number = places[value >> 8]
-                        counts[tile, group] += number < 0
-                        both |= max(number, 0) << (4 * line)
-                    out[tile, place + 2 * LINE_BYTES] = both
+def _compact(plain, out, counts, work):  # type: ignore[no-untyped-def]
+    """Write tiles in their compact form; `work` is int64[tiles, 384]."""
+    for tile in prange(len(plain)):
+        _compact_tile(plain[tile], out[tile], counts[tile], work[tile])
 
 
-_COMPACT_SIGNATURE = (types.uint16[:, :, ::1], types.uint8[:, :], types.int64[:, ::1])
+_COMPACT_SIGNATURE = (types.uint16[:, :, ::1], types.uint8[:, :], types.int64[:, ::1], types.int64[:, ::1])
 
 
 def compact(
@@ -226,7 +236,7 @@ def compact(
     counts: npt.NDArray[np.int64] = np.zeros(groups.shape[:2], np.int64)
     warmup(_compact, [_COMPACT_SIGNATURE])
     with parallel_entry:
-        _compact(groups, tiles, counts)
+        _compact(groups, tiles, counts, np.empty((len(tiles), 128 + 256), np.int64))
     tile, number = np.nonzero(counts)
     sizes = -(-(RECORD_HEAD_BYTES + 2 * counts[tile, number]) // LINE_BYTES) * LINE_BYTES
     starts = np.cumsum(sizes) - sizes

@@ -102,6 +102,22 @@ def _log_total(sums, best):  # type: ignore[no-untyped-def]
     return largest + np.log(total)
 
 
+@kernel_part
+def _measure_piece(  # type: ignore[no-untyped-def]
+    row, piece, logits, indices, token_ids, counts, sums, best, at_least, piece_ids, piece_values, copy
+):  # fmt: skip
+    """Do what :func:`logprob_rows` needs of one piece of a row."""
+    line = logits[indices[row]]
+    start = piece * PIECE
+    size = min(PIECE, len(line) - start)
+    width = (size + LANES - 1) // LANES * LANES
+    best[row, piece] = copy_row(line[start : start + size], size, copy)
+    sums[row, piece] = _sum_of_exp(copy, width, best[row, piece])
+    at_least[row, piece] = _count_at_least(copy, size, width, line[token_ids[row]])
+    if counts[row] > 0:
+        _list_best(copy, size, start, counts[row], piece_ids[row, piece], piece_values[row, piece])
+
+
 @jit(parallel=True)
 def logprob_rows(  # type: ignore[no-untyped-def]
     logits, indices, token_ids, counts, sums, best, at_least, piece_ids, piece_values, heads, buffers,
@@ -128,21 +144,11 @@ def logprob_rows(  # type: ignore[no-untyped-def]
         log_totals: float64[num_rows], written.
     """
     num_rows, num_pieces = sums.shape
-    vocab_size = logits.shape[1]
     for unit in prange(num_rows * num_pieces):
-        row = unit // num_pieces
-        piece = unit % num_pieces
-        line = logits[indices[row]]
-        start = piece * PIECE
-        size = min(PIECE, vocab_size - start)
-        width = (size + LANES - 1) // LANES * LANES
-        copy = buffers[get_thread_id()]
-        best[row, piece] = copy_row(line[start : start + size], size, copy)
-        sums[row, piece] = _sum_of_exp(copy, width, best[row, piece])
-        at_least[row, piece] = _count_at_least(copy, size, width, line[token_ids[row]])
-        count = counts[row]
-        if count > 0:
-            _list_best(copy, size, start, count, piece_ids[row, piece], piece_values[row, piece])
+        _measure_piece(
+            unit // num_pieces, unit % num_pieces, logits, indices, token_ids, counts, sums, best, at_least, piece_ids,
+            piece_values, buffers[get_thread_id()],
+        )  # fmt: skip
     for row in range(num_rows):
         log_totals[row] = _log_total(sums[row], best[row])
         ids[row, 0] = token_ids[row]
