@@ -81,10 +81,7 @@ def jit(function: Callable[..., Any] | None = None, *, cache: bool = True, **opt
 
 
 def kernel_part(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Wrap a function that only kernels call. Python must not: it has no entry for it, and the process would crash.
-
-    Without entries for Python and C, and without a file of its own on disk, it compiles in half the time.
-    """
+    """Wrap a function that only kernels call; to Python it raises. It is compiled within them, see :class:`PartCompiler`."""
     if function is None:
         return functools.partial(kernel_part, **options)
     return jit(

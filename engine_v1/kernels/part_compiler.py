@@ -34,7 +34,8 @@ class _PartLowering(NativeLowering):  # type: ignore[misc]
         state.flags.no_compile = True
         super().run_pass(state)
         lowered = state["cr"]
-        entry = [].clear  # a callable of its own, by which callers find it; there is nothing for Python to call
+        # By its entry point, an object of its own, callers find a function. This one raises whatever Python gives it.
+        entry = set().remove
         state.targetctx.insert_user_function(entry, lowered.fndesc, [state.library])
         state["cr"] = _LowerResult(lowered.fndesc, lowered.call_helper, cfunc=entry, env=lowered.env)
         return True

@@ -8,7 +8,7 @@ import pytest
 from numba import types
 
 from engine_v1.kernels import jit as jit_module
-from engine_v1.kernels.jit import cache_directory, is_being_compiled, jit, warmup
+from engine_v1.kernels.jit import cache_directory, is_being_compiled, jit, kernel_part, warmup
 from engine_v1.paths import cache_root
 
 
@@ -36,6 +36,30 @@ def test_decorating_compiles_nothing():
     assert numba.config.CACHE_DIR == ""
     warmup(kernel, [(types.int64,)])
     assert kernel(2) == 3
+
+
+def test_parts_are_compiled_within_their_kernel():
+    """Through several levels and for several types; Python gets an error from what there is no machine code of."""
+
+    @kernel_part
+    def twice(x):
+        return x + x
+
+    @kernel_part
+    def four_times(x):
+        return twice(twice(x))
+
+    @jit(cache=False)
+    def kernel(x, y):
+        return four_times(x) + twice(y)
+
+    assert kernel(1, 0.25) == 4.5
+    assert kernel(1.5, 1) == 8.0
+    for argument in (1, 1.5):
+        with pytest.raises(KeyError):
+            four_times(argument)
+    library = four_times.overloads[types.int64,].library
+    assert not library.codegen._engine.is_symbol_defined(four_times.overloads[types.int64,].fndesc.llvm_func_name)
 
 
 def test_a_new_type_is_an_error_after_warm_up():
