@@ -81,7 +81,7 @@ def jit(function: Callable[..., Any] | None = None, *, cache: bool = True, **opt
 
 
 def kernel_part(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Wrap a function that only kernels call; to Python it raises. It is compiled within them, see :class:`PartCompiler`."""
+    """Wrap a function that only kernels call, compiled within them; to Python it raises. See :class:`PartCompiler`."""
     if function is None:
         return functools.partial(kernel_part, **options)
     return jit(

@@ -35,7 +35,7 @@ class _PartLowering(NativeLowering):  # type: ignore[misc]
         super().run_pass(state)
         lowered = state["cr"]
         # By its entry point, an object of its own, callers find a function. This one raises whatever Python gives it.
-        entry = set().remove
+        entry = set[None]().remove
         state.targetctx.insert_user_function(entry, lowered.fndesc, [state.library])
         state["cr"] = _LowerResult(lowered.fndesc, lowered.call_helper, cfunc=entry, env=lowered.env)
         return True
