@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from engine_v1.kernels.compact_tiles import GROUP_BYTES, GROUP_VALUES, HEAD_BYTES, tile_compact
-from engine_v1.kernels.intrinsics import LANES, TILE_COLUMNS
+from engine_v1.kernels.intrinsics import TILE_COLUMNS
 from engine_v1.kernels.jit import native_function
 from engine_v1.kernels.quantized_tiles import (
     BLOCK,
+    EIGHT_BIT_STEP,
     EIGHT_BIT_VALUES,
-    FOUR_BIT_VALUES,
+    FOUR_BIT_STEP,
     tile_int8,
     tile_q4_1,
     tile_q8_0,
@@ -20,7 +21,7 @@ from engine_v1.kernels.quantized_tiles import (
 from engine_v1.kernels.tiles import LINE_BYTES, TILE_SIGNATURE, tile_bf16, tile_f32
 
 # What kernels are told of a format, in this order.
-FORMAT_FIELDS = ("linear_tile", "step_values", "step_bytes", "half_bytes", "tail_bytes", "quantized")
+FORMAT_FIELDS = ("linear_tile", "step_values", "step_bytes", "tail_bytes", "quantized")
 
 
 def padded(size: int, multiple: int = TILE_COLUMNS) -> int:
@@ -38,7 +39,6 @@ class WeightFormat:
     name: str
     step_values: int  # values along k per step
     step_bytes: int  # of a tile
-    half_bytes: int  # from the values of outputs 0..15 to those of 16..31 within a step
     tile: Callable[..., None]  # computes rows times a tile
     tail_bytes: int = 0
     quantized: bool = False  # rows are quantised to 8 bits before the product
@@ -62,19 +62,16 @@ class WeightFormat:
     def numbers(self, *, progress: Callable[[str], None] | None = None) -> tuple[int, ...]:
         """Return what FORMAT_FIELDS name. The tile is compiled, or loaded from disk."""
         tile = self.tile_address(progress=progress)
-        return tile, self.step_values, self.step_bytes, self.half_bytes, self.tail_bytes, self.quantized
+        return tile, self.step_values, self.step_bytes, self.tail_bytes, self.quantized
 
 
-_VECTOR = LANES * 4
-FLOAT32 = WeightFormat("float32", 1, 2 * _VECTOR, _VECTOR, tile_f32)
-BFLOAT16 = WeightFormat("bfloat16", 2, 2 * _VECTOR, _VECTOR, tile_bf16)
+FLOAT32 = WeightFormat("float32", 1, 2 * LINE_BYTES, tile_f32)
+BFLOAT16 = WeightFormat("bfloat16", 2, 2 * LINE_BYTES, tile_bf16)
 # What is called the tail stands in front: of a tile's extent only the sum matters.
-COMPACT = WeightFormat("compact bfloat16", GROUP_VALUES, GROUP_BYTES, 0, tile_compact, tail_bytes=HEAD_BYTES)
-INT8 = WeightFormat(
-    "int8", BLOCK, 2 * EIGHT_BIT_VALUES, EIGHT_BIT_VALUES, tile_int8, tail_bytes=4 * TILE_COLUMNS, quantized=True
-)
-Q8_0 = WeightFormat("q8_0", BLOCK, 2 * EIGHT_BIT_VALUES + LINE_BYTES, EIGHT_BIT_VALUES, tile_q8_0, quantized=True)
-Q4_1 = WeightFormat("q4_1", BLOCK, 2 * FOUR_BIT_VALUES + 2 * LINE_BYTES, FOUR_BIT_VALUES, tile_q4_1, quantized=True)
+COMPACT = WeightFormat("compact bfloat16", GROUP_VALUES, GROUP_BYTES, tile_compact, tail_bytes=HEAD_BYTES)
+INT8 = WeightFormat("int8", BLOCK, EIGHT_BIT_VALUES, tile_int8, tail_bytes=4 * TILE_COLUMNS, quantized=True)
+Q8_0 = WeightFormat("q8_0", BLOCK, EIGHT_BIT_STEP, tile_q8_0, quantized=True)
+Q4_1 = WeightFormat("q4_1", BLOCK, FOUR_BIT_STEP, tile_q4_1, quantized=True)
 SCREEN_FORMAT = Q8_0  # of the copy in :mod:`engine_v1.kernels.screening`
 GGUF_FORMATS = {"Q8_0": Q8_0, "Q4_1": Q4_1}
 FORMATS = {form.name: form for form in (FLOAT32, BFLOAT16, COMPACT, INT8, Q8_0, Q4_1)}

@@ -67,7 +67,7 @@ Context = namedtuple(  # noqa: PYI024
     (
         "tile", "sync", "threads", "thread", "eps", "table", "table_at", "scratch", "scratch_at", "scores_at",
         "sums_at", "acc_at", "stats_at", "act", "row_at", "query_at", "weights_at", "groups_at", "linear_tile",
-        "step_bytes", "half_bytes", "tail_bytes",
+        "step_bytes", "tail_bytes",
     ),
 )  # fmt: skip
 
@@ -127,8 +127,7 @@ def make_context(thread, threads, a, m, act):  # type: ignore[no-untyped-def]
     groups_at = weights_at + 12 * 256
     return Context(
         m.tile, sync, threads, thread, eps, table, thread * m.table_size, scratch, scratch_at, scores_at, sums_at,
-        acc_at, stats_at, act, row_at, query_at, weights_at, groups_at, m.linear_tile, m.step_bytes, m.half_bytes,
-        m.tail_bytes,
+        acc_at, stats_at, act, row_at, query_at, weights_at, groups_at, m.linear_tile, m.step_bytes, m.tail_bytes,
     )  # fmt: skip
 
 
@@ -146,7 +145,7 @@ def unpack_sizes(sizes, scalars):  # type: ignore[no-untyped-def]
     return Sizes(
         sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
         sizes[11], sizes[12], sizes[13], sizes[14], sizes[15], sizes[16], sizes[17], sizes[18], sizes[19], sizes[20],
-        sizes[21], sizes[22], sizes[23], sizes[24], sizes[25], sizes[26], scalars[1],
+        sizes[21], sizes[22], sizes[23], sizes[24], sizes[25], scalars[1],
     )  # fmt: skip
 
 

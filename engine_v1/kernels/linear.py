@@ -18,7 +18,7 @@ from engine_v1.kernels.intrinsics import (
 )
 from engine_v1.kernels.jit import kernel_part
 from engine_v1.kernels.schedule import claim, finish
-from engine_v1.kernels.tiles import tile
+from engine_v1.kernels.tiles import LINE_BYTES, tile
 
 # More rows than this are shared out too, so that many cores find enough tasks in narrow matrices.
 ROWS_PER_TASK = 192
@@ -57,7 +57,7 @@ def point(ctx, start):  # type: ignore[no-untyped-def]
     rows.
     """
     for vector in range(2):
-        ctx.table[ctx.table_at + vector] = start + vector * ctx.half_bytes
+        ctx.table[ctx.table_at + vector] = start + vector * LINE_BYTES
 
 
 @kernel_part(forceinline=True)

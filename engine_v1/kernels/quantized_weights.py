@@ -107,9 +107,9 @@ def pack_blocks(blocks: npt.NDArray[np.uint8], tiles: Array, rows: Array, *, fou
 def _interleaved(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Order blocks as a tile reads them.
 
-    uint8[outputs, blocks, bytes] -> uint8[tiles, blocks, 2 halves * words * 16 outputs * 4 bytes]
+    uint8[outputs, blocks, bytes] -> uint8[tiles, blocks, words * 2 halves * 16 outputs * 4 bytes]
     """
     outputs, num_blocks, _ = values.shape
     words = np.ascontiguousarray(values).view(np.uint32)
-    words = words.reshape(outputs // TILE_COLUMNS, 2, TILE_COLUMNS // 2, num_blocks, -1).transpose(0, 3, 1, 4, 2)
+    words = words.reshape(outputs // TILE_COLUMNS, 2, TILE_COLUMNS // 2, num_blocks, -1).transpose(0, 3, 4, 1, 2)
     return np.ascontiguousarray(words).reshape(outputs // TILE_COLUMNS, num_blocks, -1).view(np.uint8)

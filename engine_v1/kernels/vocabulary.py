@@ -50,7 +50,7 @@ Context = namedtuple(  # noqa: PYI024  (Numba's named tuples are untyped)
     "Context",
     (
         "sync", "threads", "thread", "scratch", "scratch_at", "table", "table_at", "weights", "linear_tile",
-        "step_values", "step_bytes", "half_bytes", "tail_bytes", "quantized",
+        "step_values", "step_bytes", "tail_bytes", "quantized",
     ),
 )  # fmt: skip
 
@@ -172,7 +172,7 @@ def _context(thread, threads, a, matrix):  # type: ignore[no-untyped-def]
     return Context(
         int64_view(a[_SYNC], 1), threads, thread, float_view(a[_SCRATCH], 1), thread * a[_SCRATCH_SIZE],
         int64_view(a[_TABLE], 1), thread * _TABLE_SIZE, a[matrix], a[matrix + 1], a[matrix + 2], a[matrix + 3],
-        a[matrix + 4], a[matrix + 5], a[matrix + 6],
+        a[matrix + 4], a[matrix + 5],
     )  # fmt: skip
 
 
