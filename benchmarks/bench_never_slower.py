@@ -1,11 +1,12 @@
 """Is speculation ever slower than no speculation?
 
 For every number of requests at a time and every kind of prompt, two engines of one process, one that speculates and
-one that does not, answer the same prompts in turn, so that both halves of a pair see the same machine. Shown is the
-ratio of their output tokens per second, over all time and over decode time: the median of the pairs, and each pair.
-Below 1, speculation is slower. Decode time is what is left of the wall clock after the time of the prompts, which is
-that of the same load with one token of output, measured without speculation in the same pair: requests that end at
-different times decode while others' prompts are computed, so that neither can be told from a request's own times.
+one that does not, answer the same prompts, a step of one and a step of the other in turns, so that both halves of a
+pair see the same machine. Shown is the ratio of their output tokens per second, over the time of their steps and over
+decode time: the median of the pairs, and each pair.
+Below 1, speculation is slower. Decode time is what is left after the time of the prompts, which is that of the same
+load with one token of output, measured without speculation in the same pair: requests that end at different times
+decode while others' prompts are computed, so that neither can be told from a request's own times.
 
 Every number of requests at a time has a process of its own: engines that were made and closed before leave memory in
 pieces, and the next ones do not get large pages alike.
@@ -26,7 +27,7 @@ from typing import Any
 
 from engine_v1 import LLM
 from engine_v1.entrypoints.arguments import DEFAULT_SPECULATIVE_CONFIG, json_object
-from engine_v1.entrypoints.bench import generate, warm_up
+from engine_v1.entrypoints.bench import generate_by_turns, warm_up
 from engine_v1.entrypoints.bench_datasets import (
     SPEC_BENCH_CATEGORIES,
     BenchPrompt,
@@ -156,11 +157,11 @@ def measure(args: argparse.Namespace, engines: tuple[LLM, LLM], category: str, c
     off: list[Run] = []
     prompt_runs: list[Run] = []
     for pair in range(args.pairs):
-        # Whoever is first meets the machine as the last pair left it; so both are first in turn.
-        for llm, runs in ((off_llm, off), (on_llm, on)) if pair % 2 == 0 else ((on_llm, on), (off_llm, off)):
-            # Each pair answers the same prompts anew: what it drafts from must not be another pair's outputs.
-            runs.append(generate(llm, prompts, params, cache_salt=f"pair {pair}"))
-        prompt_runs.append(generate(off_llm, prompts, one_token))
+        # Each pair answers the same prompts anew: what it drafts from must not be another pair's outputs.
+        halves = generate_by_turns((off_llm, on_llm), prompts, params, cache_salt=f"pair {pair}")
+        off.append(halves[0])
+        on.append(halves[1])
+        prompt_runs += generate_by_turns((off_llm,), prompts, one_token)
     return cell_figures(concurrency, category, on, off, prompt_runs)
 
 

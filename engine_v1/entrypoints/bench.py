@@ -33,6 +33,7 @@ from engine_v1.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine_v1.entrypoints.llm import LLM
+    from engine_v1.outputs import RequestOutput
 
 QUESTION = "How many tokens per second does this machine generate, and what does speculation add?"
 WARMUP_TOKENS = 16
@@ -232,6 +233,49 @@ def generate(
     if record is not None:
         pairs = zip(outputs, prompts, strict=True)
         write_records(record, [Record.from_output(o, params.max_tokens, p.category) for o, p in pairs])
+    return _to_run(prompts, outputs, wall_s=wall_s, start_s=start_s)
+
+
+def generate_by_turns(
+    llms: Sequence["LLM"], prompts: Sequence[BenchPrompt], params: SamplingParams, *, cache_salt: str | None = None
+) -> list[Run]:
+    """Generate for all prompts with several engines at once, and return their runs; each one's time is its steps'.
+
+    It is always the turn of the engine that is the fewest tokens on, for a step. So a moment in which the machine is
+    slow falls on all of them alike: two runs of one load after the other differ by a tenth where a neighbour is busy,
+    by turns they differ by a fiftieth.
+
+    Args:
+        llms: the engines.
+        prompts: what to answer.
+        params: for all of them.
+        cache_salt: as in :func:`generate`.
+    """
+    requests = [
+        llm.llm_engine.make_requests([_to_input(llm, prompt, cache_salt) for prompt in prompts], params) for llm in llms
+    ]
+    for llm, own in zip(llms, requests, strict=True):
+        llm.llm_engine.add(own)
+    seconds = [0.0] * len(llms)
+    num_tokens = [0] * len(llms)
+    running = list(range(len(llms)))
+    while running:
+        index = min(running, key=num_tokens.__getitem__)
+        engine = llms[index].llm_engine
+        before = time.perf_counter()
+        engine.step()
+        seconds[index] += time.perf_counter() - before
+        num_tokens[index] = sum(len(request.output_token_ids) for one in requests[index] for request in one.requests)
+        running = [index for index in running if llms[index].llm_engine.has_unfinished_requests()]
+    return [
+        _to_run(prompts, [llm.llm_engine.make_output(request) for request in own], wall_s=wall_s)
+        for llm, own, wall_s in zip(llms, requests, seconds, strict=True)
+    ]
+
+
+def _to_run(
+    prompts: Sequence[BenchPrompt], outputs: Sequence["RequestOutput"], *, wall_s: float, start_s: float = 0.0
+) -> Run:
     results = (RequestResult.from_output(p.category, o) for p, o in zip(prompts, outputs, strict=True))
     return Run(tuple(results), wall_s=wall_s, start_s=start_s)
 

@@ -1,15 +1,19 @@
 """The benchmark's command, on an engine that answers at once."""
 
 import json
+import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
+from engine_v1 import LLM, SamplingParams
 from engine_v1.entrypoints import bench
 from engine_v1.entrypoints.records import Record, read_records
 from engine_v1.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from tests.checkpoints import CYCLE_PROMPT, cycle_successor, letter_tokenizer, write_successor_model
+from tests.factories import NGRAM
 
 
 @dataclass
@@ -168,3 +172,26 @@ def test_contradictory_options_are_refused_before_a_model_is_loaded(engines, cap
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
     assert engines == []
+
+
+def test_engines_that_take_turns_give_what_they_give_alone(tmp_path):
+    """Each engine's run has the outputs of a call of its own and the time of its own steps; none is a step ahead."""
+    model = write_successor_model(tmp_path, cycle_successor, letter_tokenizer())
+    prompts = [bench.BenchPrompt("random", token_ids=CYCLE_PROMPT[:length]) for length in (4, 20, 9)]
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    options = {"dtype": "float32", "max_num_seqs": 2, "enable_prefix_caching": False}
+    with LLM(str(model), **options) as off, LLM(str(model), speculative_config=NGRAM, **options) as on:
+        order = []
+        for llm, name in ((off, "off"), (on, "on")):
+            step = llm.llm_engine.step
+            llm.llm_engine.step = lambda step=step, name=name: (order.append(name), step())[1]
+        started = time.perf_counter()
+        runs = bench.generate_by_turns((off, on), prompts, params)
+        wall_s = time.perf_counter() - started
+        order, alone = list(order), bench.generate(off, prompts, params)
+    for run_of_engine in runs:
+        assert [r.token_ids for r in run_of_engine.results] == [r.token_ids for r in alone.results]
+    assert sum(run_of_engine.wall_s for run_of_engine in runs) < wall_s
+    assert order[:2] == ["off", "on"]
+    assert order.count("on") < order.count("off")  # drafts are right
+    assert order[-1] == "off" or order[-2:] == ["off", "on"]  # they end together

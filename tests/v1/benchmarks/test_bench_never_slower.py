@@ -87,14 +87,15 @@ def test_a_pair_drafts_from_nothing_that_another_pair_generated(script, monkeypa
             self.speculates = speculates
             self.tokenizer = argparse.Namespace(backend=argparse.Namespace(get_vocab_size=lambda: 100))
 
-    def generate(llm, prompts, params, *, cache_salt=None):
-        if params.max_tokens > 1:
+    def generate(llms, prompts, params, *, cache_salt=None):
+        for llm in llms if params.max_tokens > 1 else ():
             salts[llm.speculates].append(cache_salt)
-        return make_run(1.0, 0.0 if params.max_tokens == 1 else 1.0)
+        return [make_run(1.0, 0.0 if params.max_tokens == 1 else 1.0) for _ in llms]
 
-    monkeypatch.setattr(script, "generate", generate)
+    monkeypatch.setattr(script, "generate_by_turns", generate)
     args = script.parse_args(["--pairs", "3"])
     script.measure(args, (Engine(False), Engine(True)), "random", 1)
+    assert salts[True] == salts[False]
     assert len(set(salts[True])) == 3
     assert None not in salts[True]
 
