@@ -6,7 +6,10 @@ Keys are processed in *groups* of 16 at absolute positions, laid out for :func:`
 * values of a group: [8 pairs of keys, head_dim, 2] in bf16, [16, head_dim] in float32.
 
 With a block size that is a multiple of 16 the cache itself has this layout; with any other it holds plain rows, from
-which groups are assembled. Sixteen groups make a *span* of 256 keys. Softmax and weighted sum of a span start from
+which groups are assembled. The cache is cut into *chunks* of 64 blocks, each with its part of all layers and heads: few
+requests touch few of an operating system's large pages.
+
+Sixteen groups make a *span* of 256 keys. Softmax and weighted sum of a span start from
 nothing, and spans are merged in ascending order, so that nothing depends on block size, chunks or threads. Keys that a
 row may not see weigh exactly zero; as zero times infinity is NaN, values are stored finite. NaN in a row still reaches
 that row's result through its own key and query.
@@ -31,6 +34,7 @@ from engine_v1.kernels.linear import block_rows
 from engine_v1.kernels.schedule import claim, finish
 from engine_v1.kernels.tiles import tile
 
+CHUNK_BLOCKS = 64
 GROUP = 16
 SPAN = 256
 GROUPS = SPAN // GROUP
@@ -56,8 +60,10 @@ def count_pairs(cache):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def _group_at(m, layer, block, head, group):  # type: ignore[no-untyped-def]
-    """Where a group starts in a cache whose block size is a multiple of 16: blocks in a row are read in a row."""
-    return (((layer * m.kv_heads + head) * m.num_blocks + block) * (m.block_size // GROUP) + group) * GROUP * m.head_pad
+    """Where a group starts in a cache whose block size is a multiple of 16: a head reads blocks in a row in a row."""
+    chunk, inner = block // CHUNK_BLOCKS, block % CHUNK_BLOCKS
+    number = ((chunk * m.layers + layer) * m.kv_heads + head) * CHUNK_BLOCKS + inner
+    return (number * (m.block_size // GROUP) + group) * GROUP * m.head_pad
 
 
 @kernel_part
@@ -70,7 +76,10 @@ def _place(m, layer, slot, head):  # type: ignore[no-untyped-def]
 @kernel_part
 def _row_at(m, layer, slot, head):  # type: ignore[no-untyped-def]
     """Where a key or value row starts in a cache with any other block size."""
-    return ((layer * m.num_blocks * m.block_size + slot) * m.kv_heads + head) * m.head_pad
+    block, offset = slot // m.block_size, slot % m.block_size
+    chunk, inner = block // CHUNK_BLOCKS, block % CHUNK_BLOCKS
+    number = (chunk * m.layers + layer) * CHUNK_BLOCKS + inner
+    return ((number * m.block_size + offset) * m.kv_heads + head) * m.head_pad
 
 
 @kernel_part

@@ -88,7 +88,7 @@ class CpuDecoder:
         self._rope = _rope_table(model, self.max_model_len)
         self._group_heads: int = config.num_attention_heads // config.num_key_value_heads
         self._block_rows = max(1, attention.QUERY_ROWS // self._group_heads)
-        self._sizes = self._fill_sizes(model, num_blocks, tile, self._weights.format.numbers(progress=progress))
+        self._sizes = self._fill_sizes(model, tile, self._weights.format.numbers(progress=progress))
         self._scalars = np.array([config.rms_norm_eps, model.scale * attention.LOG2_E], np.float32)
         self._allocate(model, num_blocks)
         self._fill_addresses()
@@ -97,7 +97,7 @@ class CpuDecoder:
             max_logit_rows=self.max_logit_rows, threads=self._threads, progress=progress,
         )  # fmt: skip
 
-    def _fill_sizes(self, model: DecoderModel, num_blocks: int, tile: int, numbers: tuple[int, ...]) -> Array:
+    def _fill_sizes(self, model: DecoderModel, tile: int, numbers: tuple[int, ...]) -> Array:
         config = model.config
         head_pad = padded(config.head_dim)
         max_lines = self._block_rows * self._group_heads
@@ -113,7 +113,6 @@ class CpuDecoder:
             "head_size": config.head_dim,
             "head_pad": head_pad,
             "rope_half": len(model.inv_freq),
-            "num_blocks": num_blocks,
             "block_size": self.block_size,
             "final_norm_at": self._weights.final_norm_at,
             "scratch_size": padded(scratch, 16),
@@ -129,7 +128,7 @@ class CpuDecoder:
         size = dict(zip(forward.SIZE_FIELDS, self._sizes.tolist(), strict=True))
         rows, threads, act = self.max_num_tokens, self._threads, self._act
         heads_pad, kv_pad = size["heads"] * size["head_pad"], size["kv_heads"] * size["head_pad"]
-        cache = len(model.layers) * num_blocks * self.block_size * kv_pad
+        cache = len(model.layers) * padded(num_blocks, attention.CHUNK_BLOCKS) * self.block_size * kv_pad
         # Values start as zeros and stay finite: a masked weight of 0 is multiplied with whatever a free slot holds.
         self._keys, self._values = np.zeros(cache, act), np.zeros(cache, act)
         self._sync = np.zeros(schedule.sync_size(len(model.layers) * forward.PHASES_PER_LAYER + 2, threads), np.int64)

@@ -47,7 +47,7 @@ LAYER_COLUMNS = 13
 # Sizes of one step, in this order in the array `sizes`.
 SIZE_FIELDS = (
     "rows", "units", "merges", "layers", "hidden_size", "hidden_pad", "inter_pad", "heads", "kv_heads", "group_heads",
-    "head_size", "head_pad", "rope_half", "num_blocks", "block_size", "final_norm_at", "scratch_size", "act_size",
+    "head_size", "head_pad", "rope_half", "block_size", "final_norm_at", "scratch_size", "act_size",
     "table_size", "max_lines", "tile", *FORMAT_FIELDS,
 )  # fmt: skip
 Sizes = namedtuple("Sizes", (*SIZE_FIELDS, "score_factor"))  # noqa: PYI024  (Numba's named tuples are untyped)
@@ -145,7 +145,7 @@ def unpack_sizes(sizes, scalars):  # type: ignore[no-untyped-def]
     return Sizes(
         sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
         sizes[11], sizes[12], sizes[13], sizes[14], sizes[15], sizes[16], sizes[17], sizes[18], sizes[19], sizes[20],
-        sizes[21], sizes[22], sizes[23], sizes[24], sizes[25], scalars[1],
+        sizes[21], sizes[22], sizes[23], sizes[24], scalars[1],
     )  # fmt: skip
 
 
