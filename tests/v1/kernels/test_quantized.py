@@ -68,6 +68,14 @@ def rounded_rows(x):
     return (torch.round(blocks / torch.where(scales > 0, scales, 1.0)) * scales).flatten(-2)[..., :size]
 
 
+def distance_to_edge(x):
+    """How near each row has a value to where its rounding changes, in steps: float64[rows]."""
+    blocks = torch.nn.functional.pad(x, (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    scales = blocks.abs().amax(-1, keepdim=True) / 127
+    steps = blocks / torch.where(scales > 0, scales, 1.0)
+    return (steps - steps.floor() - 0.5).abs().flatten(1).amin(1).numpy()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
@@ -90,16 +98,19 @@ def test_logits_are_those_of_the_definition(kind, data):
     vocabulary_kind = data.draw(st.sampled_from(KINDS[1:])) if gguf_shapes else None
     decoder = make_decoder(model, **quantize_model(model, kind, vocabulary_kind))
     sequences, logits = run_whole(decoder, data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
-    errors = np.concatenate(
-        [
-            relative_error(rows, reference_logits(model, tokens, rounded=rounded_rows))
-            for tokens, rows in zip(sequences.tokens, logits, strict=True)
-        ]
-    )
-    # A value at the edge between two steps may be rounded the other way: 0.004 of its block's largest. Where that is a
-    # key or a value, all later rows of the sequence see it; seldom do all rows.
-    assert errors.min() < 2e-3
-    assert errors.max() < 5e-2
+    for tokens, rows in zip(sequences.tokens, logits, strict=True):
+        edges = []
+
+        def rounded(x, edges=edges):
+            edges.append(distance_to_edge(x))
+            return rounded_rows(x)
+
+        error = relative_error(rows, reference_logits(model, tokens, rounded=rounded))
+        # A value at the edge between two steps may be rounded the other way: 0.004 of its block's largest. Where that
+        # is a key or a value, all later rows of the sequence see it.
+        in_doubt = np.logical_or.accumulate(np.min(edges, axis=0) < 2e-4)
+        assert error[~in_doubt].max(initial=0.0) < 2e-3
+        assert error.max() < 2e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
