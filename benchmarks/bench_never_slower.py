@@ -3,10 +3,10 @@
 For every number of requests at a time and every kind of prompt, two engines of one process, one that speculates and
 one that does not, answer the same prompts, a step of one and a step of the other in turns, so that both halves of a
 pair see the same machine. Shown is the ratio of their output tokens per second, over the time of their steps and over
-decode time: the median of the pairs, and each pair.
-Below 1, speculation is slower. Decode time is what is left after the time of the prompts, which is that of the same
-load with one token of output, measured without speculation in the same pair: requests that end at different times
-decode while others' prompts are computed, so that neither can be told from a request's own times.
+decode time: the median of the pairs, and each pair. Below 1, speculation is slower. Decode time is what is left after
+the time of the prompts, which is that of the same load with one token of output, measured without speculation in the
+same pair: requests that end at different times decode while others' prompts are computed, so that neither can be told
+from a request's own times.
 
 Every number of requests at a time has a process of its own: engines that were made and closed before leave memory in
 pieces, and the next ones do not get large pages alike.

@@ -9,10 +9,10 @@ With a block size that is a multiple of 16 the cache itself has this layout; wit
 which groups are assembled. The cache is cut into *chunks* of 64 blocks, each with its part of all layers and heads: few
 requests touch few of an operating system's large pages.
 
-Sixteen groups make a *span* of 256 keys. Softmax and weighted sum of a span start from
-nothing, and spans are merged in ascending order, so that nothing depends on block size, chunks or threads. Keys that a
-row may not see weigh exactly zero; as zero times infinity is NaN, values are stored finite. NaN in a row still reaches
-that row's result through its own key and query.
+Sixteen groups make a *span* of 256 keys. Softmax and weighted sum of a span start from nothing, and spans are merged in
+ascending order, so that nothing depends on block size, chunks or threads. Keys that a row may not see weigh exactly
+zero; as zero times infinity is NaN, values are stored finite. NaN in a row still reaches that row's result through its
+own key and query.
 """
 
 import numpy as np
@@ -59,11 +59,16 @@ def count_pairs(cache):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
-def _group_at(m, layer, block, head, group):  # type: ignore[no-untyped-def]
-    """Where a group starts in a cache whose block size is a multiple of 16: a head reads blocks in a row in a row."""
+def _block_at(m, layer, block, head):  # type: ignore[no-untyped-def]
+    """Where a head's part of a block starts in the cache: blocks in a row, of one chunk, are read in a row."""
     chunk, inner = block // CHUNK_BLOCKS, block % CHUNK_BLOCKS
-    number = ((chunk * m.layers + layer) * m.kv_heads + head) * CHUNK_BLOCKS + inner
-    return (number * (m.block_size // GROUP) + group) * GROUP * m.head_pad
+    return (((chunk * m.layers + layer) * m.kv_heads + head) * CHUNK_BLOCKS + inner) * m.block_size * m.head_pad
+
+
+@kernel_part
+def _group_at(m, layer, block, head, group):  # type: ignore[no-untyped-def]
+    """Where a group starts in a cache whose block size is a multiple of 16."""
+    return _block_at(m, layer, block, head) + group * GROUP * m.head_pad
 
 
 @kernel_part
@@ -76,10 +81,7 @@ def _place(m, layer, slot, head):  # type: ignore[no-untyped-def]
 @kernel_part
 def _row_at(m, layer, slot, head):  # type: ignore[no-untyped-def]
     """Where a key or value row starts in a cache with any other block size."""
-    block, offset = slot // m.block_size, slot % m.block_size
-    chunk, inner = block // CHUNK_BLOCKS, block % CHUNK_BLOCKS
-    number = (chunk * m.layers + layer) * CHUNK_BLOCKS + inner
-    return ((number * m.block_size + offset) * m.kv_heads + head) * m.head_pad
+    return _block_at(m, layer, slot // m.block_size, head) + slot % m.block_size * m.head_pad
 
 
 @kernel_part

@@ -19,7 +19,7 @@ from engine_v1.kernels.jit import cache_directory, is_being_compiled, is_kept, n
 from engine_v1.kernels.logprobs import LOGPROB_ROWS, logprob_rows
 from engine_v1.kernels.parallel import num_threads
 from engine_v1.kernels.step_layout import LAY_OUT_SIGNATURE, lay_out
-from engine_v1.kernels.tiles import TILE_SIGNATURE, keys_bf16, keys_f32
+from engine_v1.kernels.tiles import TILE_SIGNATURE, keys_function
 
 _PROGRAM = f"import numpy, {__name__} as it; it.compile_kernels(numpy.dtype('{{act}}'))"
 
@@ -66,7 +66,7 @@ def _kernels(act: np.dtype[Any]) -> list[tuple[Callable[..., Any], Callable[[], 
     Tiles come last: weights may be of another format than most models'.
     """
     is_bf16 = act == np.uint16
-    keys = keys_bf16 if is_bf16 else keys_f32
+    keys = keys_function(act)
     formats = [COMPACT if is_bf16 and HAS_COMPACT_TILES else float_format(act)]
     if HAS_INT8_DOT:
         formats.append(SCREEN_FORMAT)

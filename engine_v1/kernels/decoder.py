@@ -20,7 +20,7 @@ from engine_v1.kernels.packed_weights import (
 )
 from engine_v1.kernels.parallel import num_threads_cached, run_parallel
 from engine_v1.kernels.quantize import byte_row_size
-from engine_v1.kernels.tiles import TILE_SIGNATURE, keys_bf16, keys_f32
+from engine_v1.kernels.tiles import TILE_SIGNATURE, keys_function
 from engine_v1.kernels.vocabulary import OutputProjection
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
@@ -262,7 +262,7 @@ def warm_up(act: np.dtype[Any], *, progress: Callable[[str], None] | None = None
     """
     parallel.warm_up(progress=progress)
     warmup(forward.begin_step, [forward.BEGIN_STEP_SIGNATURE], progress=progress)
-    tile = native_function(keys_bf16 if act == np.uint16 else keys_f32, TILE_SIGNATURE, progress=progress)
+    tile = native_function(keys_function(act), TILE_SIGNATURE, progress=progress)
     vocabulary.warm_up(act, progress=progress)
     return tile, forward.forward_address(act, progress=progress)
 

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -219,6 +220,11 @@ def keys_f32(rows, vectors, x, x_stride, table, table_stride, ahead, groups, ste
 
 
 TILE_SIGNATURE = types.void(*([types.int64] * 12))
+
+
+def keys_function(act: np.dtype[Any]) -> Callable[..., None]:
+    """Return the function that computes with keys and values of a dtype: uint16, holding bf16, or float32."""
+    return keys_bf16 if act == np.uint16 else keys_f32
 
 
 @intrinsic

@@ -172,7 +172,7 @@ def _open_gguf(path: Path) -> Any:
     import gguf
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
-        """Reads arrays, of which a vocabulary has three, ten times as fast: a second less per file."""
+        """Reads an array of strings, as vocabularies are, by one slice each, and one of numbers by a single slice."""
 
         def _build_fields(self, *args: Any) -> Any:
             self.data: Any = np.asarray(self.data)  # a slice of a memmap takes three times that of an array
@@ -186,7 +186,7 @@ def _open_gguf(path: Path) -> Any:
             parts, at = [item, length], start + 12
             if item[0] == gguf.GGUFValueType.STRING:
                 for _ in range(int(length[0])):
-                    (size,) = struct.unpack_from("<Q", self.data, at)
+                    (size,) = struct.unpack_from("=Q", self.data, at)
                     parts.append(self.data[at + 8 : at + 8 + size])
                     at += 8 + size
             elif (scalar := self.gguf_scalar_to_np.get(item[0])) is not None:
