@@ -38,6 +38,7 @@ CHUNK_BLOCKS = 64
 GROUP = 16
 SPAN = 256
 GROUPS = SPAN // GROUP
+SPAN_LINES = WIDE_TILE_ROWS  # lines whose scores of a span are computed together
 # Rows times heads of one key-value head that share each key tile in prompts.
 QUERY_ROWS = 48
 
@@ -319,10 +320,10 @@ def attend(ctx, phase, m, layer, window, units, seq_lens, block_tables, q, keys,
 
 @kernel_part
 def _attend_span(ctx, m, window, span, position, lines, part, spans, q, parts):  # type: ignore[no-untyped-def]
-    """Scores, softmax and weighted sum of one span for all lines, at most twelve at a time."""
+    """Scores, softmax and weighted sum of one span for all lines, at most SPAN_LINES at a time."""
     pair = count_pairs(q)
     start = span * SPAN
-    block = block_rows(lines)
+    block = block_rows(lines, SPAN_LINES)
     for line in range(0, lines, block):
         count = min(block, lines - line)
         oldest = _oldest(position + line // m.group_heads, window)
@@ -331,10 +332,9 @@ def _attend_span(ctx, m, window, span, position, lines, part, spans, q, parts): 
         high = min(GROUPS, (last - start) // GROUP + 1)
         if high <= low:
             continue
-        vectors = 4 if count <= WIDE_TILE_ROWS else 2
-        for group in range(low, high, vectors):
+        for group in range(low, high, 4):
             tile(
-                ctx.tile, count, vectors, address(ctx.act, ctx.query_at + line * m.head_pad), m.head_pad * q.itemsize,
+                ctx.tile, count, 4, address(ctx.act, ctx.query_at + line * m.head_pad), m.head_pad * q.itemsize,
                 address(ctx.table, ctx.table_at + group), 0, GROUPS_AHEAD * 8, 1, m.head_pad // pair, GROUP * 4,
                 address(ctx.scratch, ctx.scores_at + group * GROUP), SCORES_STRIDE * 4,
             )  # fmt: skip
@@ -350,7 +350,7 @@ def _attend_span(ctx, m, window, span, position, lines, part, spans, q, parts): 
         values_at = ctx.table_at + VALUES_AT
         column = 0
         while column < columns:
-            vectors = 4 if count <= WIDE_TILE_ROWS and columns - column >= 4 else 2
+            vectors = 4 if columns - column >= 4 else 2
             tile(
                 ctx.tile, count, vectors, address(ctx.act, ctx.weights_at + low * GROUP), SPAN * q.itemsize,
                 address(ctx.table, values_at + low * columns + column), columns * 8, GROUPS_AHEAD * columns * 8,

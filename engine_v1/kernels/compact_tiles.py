@@ -107,7 +107,7 @@ def _unpack(builder: Any, start: Any, table: Any, number: Any, rows: int) -> lis
     group = offset_by(builder, builder.add(start, builder.mul(number, ir.Constant(I64, GROUP_BYTES))), HEAD_BYTES)
     lines = [offset_by(builder, group, line * LINE_BYTES) for line in range(3)]
     for line in lines:
-        fetch_weights(builder, line, rows)
+        fetch_weights(builder, line, rows, in_parts=True)
     places = load_at(builder, lines[2], _LINE, 2)
     values: list[Any] = []
     for half, line in enumerate(lines[:2]):

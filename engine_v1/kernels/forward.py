@@ -10,6 +10,9 @@ from numba import types
 from engine_v1.kernels.attention import (
     GROUPS,
     GROUPS_AHEAD,
+    SCORES_STRIDE,
+    SPAN,
+    SPAN_LINES,
     UNIT_COLUMNS,
     VALUES_AT,
     attend,
@@ -118,13 +121,13 @@ def make_context(thread, threads, a, m, act):  # type: ignore[no-untyped-def]
     eps = float_view(a[SCALARS], 1)[0]
     scratch_at = thread * m.scratch_size
     scores_at = scratch_at
-    sums_at = scores_at + 12 * (256 + 48)
-    acc_at = sums_at + 12 * (m.head_pad + 16)
+    sums_at = scores_at + SPAN_LINES * SCORES_STRIDE
+    acc_at = sums_at + SPAN_LINES * (m.head_pad + LANES)
     stats_at = acc_at + m.max_lines * m.head_pad
     row_at = thread * m.act_size
     query_at = row_at + max(m.head_pad, 64)
     weights_at = query_at + m.max_lines * m.head_pad
-    groups_at = weights_at + 12 * 256
+    groups_at = weights_at + SPAN_LINES * SPAN
     return Context(
         m.tile, sync, threads, thread, eps, table, thread * m.table_size, scratch, scratch_at, scores_at, sums_at,
         acc_at, stats_at, act, row_at, query_at, weights_at, groups_at, m.linear_tile, m.step_bytes, m.tail_bytes,
@@ -133,8 +136,8 @@ def make_context(thread, threads, a, m, act):  # type: ignore[no-untyped-def]
 
 def scratch_sizes(head_pad: int, max_lines: int) -> tuple[int, int, int]:
     """Return a thread's extent in float scratch, operand scratch and address table, in elements."""
-    floats = 12 * (256 + 48) + 12 * (head_pad + 16) + max_lines * (head_pad + 2) + 64
-    act = max(head_pad, 64) + max_lines * head_pad + 12 * 256 + 2 * 256 * head_pad + 64
+    floats = SPAN_LINES * SCORES_STRIDE + SPAN_LINES * (head_pad + LANES) + max_lines * (head_pad + 2) + 64
+    act = max(head_pad, 64) + max_lines * head_pad + SPAN_LINES * SPAN + 2 * SPAN * head_pad + 64
     table = VALUES_AT + (GROUPS + GROUPS_AHEAD) * (head_pad // 16)
     return floats, act, table
 

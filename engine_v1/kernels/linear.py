@@ -27,9 +27,9 @@ ARGMAX_TILES = 16
 
 
 @kernel_part(forceinline=True)
-def block_rows(rows):  # type: ignore[no-untyped-def]
-    """Rows per tile: as even as can be, at most 12. 13 rows -> 7 + 6."""
-    blocks = (rows + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
+def block_rows(rows, most):  # type: ignore[no-untyped-def]
+    """Rows per tile: as even as can be, at most `most`. 13 rows, at most 12 -> 7 + 6."""
+    blocks = (rows + most - 1) // most
     return (rows + blocks - 1) // blocks
 
 
@@ -80,7 +80,7 @@ def linear_store(ctx, phase, x, x_bytes, rows, w, tiles, steps, out, out_stride)
     while task >= 0:
         n = task // chunks
         m, last = _row_share(rows, chunks, task % chunks)
-        size = block_rows(last - m)
+        size = block_rows(last - m, MAX_TILE_ROWS)
         point(ctx, w + n * tile_bytes)
         while m < last:
             lines = min(size, last - m)
@@ -103,7 +103,7 @@ def linear_add(ctx, phase, x, x_bytes, rows, w, tiles, steps, bias, bias_at, out
     while task >= 0:
         n = task // chunks
         m, last = _row_share(rows, chunks, task % chunks)
-        size = block_rows(last - m)
+        size = block_rows(last - m, MAX_TILE_ROWS)
         point(ctx, w + n * tile_bytes)
         while m < last:
             lines = min(size, last - m)
@@ -133,7 +133,7 @@ def linear_silu_mul(ctx, phase, x, x_bytes, rows, w, tiles, steps, bias, bias_at
     while task >= 0:
         n = task // chunks
         m, last = _row_share(rows, chunks, task % chunks)
-        size = block_rows(last - m)
+        size = block_rows(last - m, MAX_TILE_ROWS)
         start = w + 2 * n * tile_bytes
         while m < last:
             lines = min(size, last - m)
@@ -167,7 +167,7 @@ def linear_argmax(ctx, phase, x, x_bytes, rows, w, size, steps, best, best_id): 
     tiles = (size + TILE_COLUMNS - 1) // TILE_COLUMNS
     total = (tiles + ARGMAX_TILES - 1) // ARGMAX_TILES
     state = ctx.scratch_at + MAX_TILE_ROWS * TILE_COLUMNS  # per row: largest, index, NaN marks; sixteen lanes each
-    block = block_rows(rows)
+    block = block_rows(rows, MAX_TILE_ROWS)
     done = 0
     task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)
     while task >= 0:

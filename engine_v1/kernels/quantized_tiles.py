@@ -101,7 +101,7 @@ def _emit_blocks(kind: str) -> Emit:
             fact_step = builder.mul(loop.index, ir.Constant(I64, 4))
             blocks = [builder.add(start, step) for start in starts]
             for line in range(0, step_bytes, LINE_BYTES):
-                fetch_weights(builder, offset_by(builder, blocks[0], line), rows)
+                fetch_weights(builder, offset_by(builder, blocks[0], line), rows, in_parts=four_bits)
             x_blocks = [builder.add(row, x_step) for row in x_rows]
             dots = [[iconst(0)] * vectors for _ in range(rows)]
             if not four_bits:

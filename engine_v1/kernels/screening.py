@@ -75,7 +75,7 @@ def screen(ctx, phase, x, x_bytes, facts, rows, w, size, steps, bounds, upper, l
     tile_bytes = bytes_of_tile(ctx, steps)
     tiles = (size + TILE_COLUMNS - 1) // TILE_COLUMNS
     total = (tiles + ARGMAX_TILES - 1) // ARGMAX_TILES
-    block = block_rows(rows)
+    block = block_rows(rows, MAX_TILE_ROWS)
     state = ctx.scratch_at + MAX_TILE_ROWS * TILE_COLUMNS  # per row: what some output is at least, in sixteen lanes
     done = 0
     task = claim(ctx.sync, ctx.threads, phase, ctx.thread, total)

@@ -1,4 +1,4 @@
-"""Matrix tiles: 12 rows times 32 columns, or 6 times 64, over the whole of K, every accumulator in a register.
+"""Matrix tiles: 12 rows times 32 columns (of keys and values 6 times 64) over the whole of K, each sum in a register.
 
 An output is accumulated by one accumulator with k ascending, whatever the number of rows in its tile: this is why a
 row's result does not depend on which rows are computed beside it.
@@ -37,6 +37,8 @@ from engine_v1.kernels.intrinsics import (
 LINE_BYTES = 64  # a vector, and a cache line
 # How far ahead of their use weights are fetched, and how far ahead into the second cache already.
 NEAR_BYTES, FAR_BYTES = 4096, 10240
+# Up to so many rows they are not: of weights that are used as they lie there, and of those put together of parts.
+FEW_ROWS, FEW_ROWS_IN_PARTS = 4, 1
 _NEAREST_CACHE, _SECOND_CACHE = 0, 2  # LLVM's localities: not to be kept in any other, and from the second on
 
 # Emits the code of one tile: builder, rows, vectors, then the arguments of :func:`tile` from `x` on.
@@ -48,9 +50,9 @@ def tile_cases(emit: Emit, *, wide: bool) -> Any:
 
     Args:
         emit: emits the code of one number of rows and vectors.
-        wide: also 4 vectors, not only 2.
+        wide: 2 and 4 vectors of up to 6 rows, not only 2 of up to 12.
     """
-    widths = ((2, MAX_TILE_ROWS), (4, WIDE_TILE_ROWS)) if wide else ((2, MAX_TILE_ROWS),)
+    widths = ((2, WIDE_TILE_ROWS), (4, WIDE_TILE_ROWS)) if wide else ((2, MAX_TILE_ROWS),)
 
     @intrinsic
     def run_tile(
@@ -118,13 +120,14 @@ def fetch_line(builder: Any, at: Any) -> None:
     _prefetch(builder, at, _NEAREST_CACHE)
 
 
-def fetch_weights(builder: Any, at: Any, rows: int) -> None:
+def fetch_weights(builder: Any, at: Any, rows: int, *, in_parts: bool = False) -> None:
     """Ask for what a tile of so many rows reads a little after the line at an address.
 
-    The nearest cache waits for too few lines at a time to keep a fast memory busy, the second cache for more. One row
-    is read faster than anything asks for it: the CPU sees by itself that lines follow each other.
+    The nearest cache waits for too few lines at a time to keep a fast memory busy, the second cache for more. Few rows
+    use lines faster than anything asks for them: the CPU sees by itself that they follow each other. More work per
+    line, where weights are put together of parts, leaves it less time to.
     """
-    if rows > 1:
+    if rows > (FEW_ROWS_IN_PARTS if in_parts else FEW_ROWS):
         _prefetch(builder, offset_by(builder, at, NEAR_BYTES), _NEAREST_CACHE)
         _prefetch(builder, offset_by(builder, at, FAR_BYTES), _SECOND_CACHE)
 
@@ -239,7 +242,7 @@ def tile(
 
     Args:
         function: its address, see :class:`engine_v1.kernels.formats.WeightFormat`.
-        rows: 1..12, with 4 vectors 1..6.
+        rows: 1..12; of keys and values 1..6.
         vectors: 2 or, of keys and values, 4.
         x: byte address of row 0; rows are `x_stride` bytes apart.
         table: address of int64[groups, vectors], the addresses of w; lines are `table_stride` bytes apart.
