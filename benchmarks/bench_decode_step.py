@@ -28,6 +28,8 @@ import numpy.typing as npt
 from engine_v1.config import QUANTIZATIONS, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from engine_v1.engine.core import EngineCore, build_engine_core
 from engine_v1.entrypoints.bench_machine import ReadBandwidth, print_header
+from engine_v1.kernels.formats import padded
+from engine_v1.models.config import DecoderConfig
 from engine_v1.models.hub import DEMO_MODEL, resolve_model
 from engine_v1.models.loader import load_config
 from engine_v1.platforms.cpu import CpuPlatform
@@ -93,6 +95,7 @@ class ModelBytes:
     layers: int  # without the output projection
     head: int  # what a step of greedy rows reads of the output projection, or of a smaller copy
     kv_per_token: int
+    unpacked: int  # what all weights would be in the dtype, neither packed nor quantised
 
     def kv(self, cell: Cell) -> int:
         """Bytes of keys and values that a cell's last step reads once; drafts share their request's."""
@@ -213,13 +216,13 @@ class Engine:
         self._proposer = ScriptedProposer(self.core.proposer, decoder_config.vocab_size - 1)
         self.core.proposer = self._proposer
         _fill_cache(backend)
-        num_slots = self.core.scheduler.kv_cache.block_pool.num_usable_blocks * BLOCK_SIZE + BLOCK_SIZE
         decoder = backend.decoder
         self.bytes = ModelBytes(
             weights=decoder.weight_bytes,
             layers=decoder.greedy_weight_bytes - decoder.greedy_vocab_bytes,
             head=decoder.greedy_vocab_bytes,
-            kv_per_token=decoder.kv_cache_bytes // num_slots,
+            kv_per_token=kv_bytes_per_token(decoder_config, dtype),
+            unpacked=count_weights(decoder_config) * ITEM_BYTES[dtype],
         )
         self._stopwatch = self._watch_parts() if profile else None
 
@@ -290,6 +293,20 @@ def _fill_cache(backend: CpuBackend) -> None:
             part[:] = values[: part.size]
 
 
+def kv_bytes_per_token(config: DecoderConfig, dtype: str) -> int:
+    """Return the bytes of a token's keys and values in all layers."""
+    width = config.num_key_value_heads * padded(config.head_dim)
+    return 2 * config.num_hidden_layers * width * ITEM_BYTES[dtype]
+
+
+def count_weights(config: DecoderConfig) -> int:
+    """Return the numbers in the matrices that a step multiplies with."""
+    heads = config.num_attention_heads * config.head_dim
+    kv_heads = config.num_key_value_heads * config.head_dim
+    layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
+    return config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
+
+
 def make_cells(contexts: Sequence[int], rows: Sequence[int]) -> list[Cell]:
     """Return the cells to measure: few rows as one request with drafts, and every number as so many requests."""
     cells = []
@@ -317,6 +334,7 @@ def cell_figures(cell: Cell, samples: Samples, sizes: ModelBytes, bytes_per_s: f
         "step_ms_p90": round(float(high) * 1e3, 3),
         "ratio_to_limit": round(float(median) / weights_s, 3),
         "ratio_to_limit_with_kv": round(float(median) / all_s, 3),
+        "ratio_to_unpacked_limit": round(float(median) * bytes_per_s / sizes.unpacked, 3),
     }
     if samples.part_s:
         figures["parts_ms"] = parts_ms(samples)
@@ -343,7 +361,8 @@ def headline(lines: Sequence[dict[str, Any]], context: int = HEADLINE_CONTEXT) -
     chosen = {line["rows"]: line for line in lines if line["context"] == context and line["requests"] == 1}
     figures: dict[str, Any] = {"headline_context": context}
     figures |= {f"step_ms_{rows}": line["step_ms"] for rows, line in chosen.items()}
-    figures |= {f"ratio_to_limit_{rows}": line["ratio_to_limit"] for rows, line in chosen.items()}
+    for ratio in ("ratio_to_limit", "ratio_to_unpacked_limit"):
+        figures |= {f"{ratio}_{rows}": line[ratio] for rows, line in chosen.items()}
     if 1 in chosen and MAX_DRAFT_ROWS in chosen:
         figures["ratio_6_to_1"] = round(chosen[MAX_DRAFT_ROWS]["step_ms"] / chosen[1]["step_ms"], 3)
     return figures
@@ -352,13 +371,13 @@ def headline(lines: Sequence[dict[str, Any]], context: int = HEADLINE_CONTEXT) -
 def format_times(lines: Sequence[dict[str, Any]]) -> str:
     """Lay out the times of every cell."""
     header = f"{'context':>8}{'rows':>6}{'requests x rows':>17}{'step ms, median (10th .. 90th %)':>36}"
-    table = [f"{header}{'x limit':>10}{'x limit with KV':>17}"]
+    table = [f"{header}{'x limit':>10}{'x limit with KV':>17}{'x limit unpacked':>18}"]
     for line in lines:
         shape = f"{line['requests']} x {1 + line['drafts']}"
         spread = f"{line['step_ms']:.2f} ({line['step_ms_p10']:.2f} .. {line['step_ms_p90']:.2f})"
         table.append(
             f"{line['context']:>8}{line['rows']:>6}{shape:>17}{spread:>36}{line['ratio_to_limit']:>10.2f}"
-            f"{line['ratio_to_limit_with_kv']:>17.2f}"
+            f"{line['ratio_to_limit_with_kv']:>17.2f}{line['ratio_to_unpacked_limit']:>18.2f}"
         )
     return "\n".join(table)
 
@@ -417,10 +436,9 @@ def main() -> None:
     args = parse_args()
     machine = print_header(__doc__.splitlines()[0])
     cells, num_steps = make_cells(args.contexts, args.rows), steps_per_round(args.steps)
-    shape = load_config(resolve_model(args.model))
-    per_block = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * ITEM_BYTES[args.dtype]
+    per_token = kv_bytes_per_token(load_config(resolve_model(args.model)), args.dtype)
     memory = CpuPlatform().kv_cache_memory_bytes(1.0)
-    fitting = fitting_cells(cells, num_steps, per_block * BLOCK_SIZE, memory)
+    fitting = fitting_cells(cells, num_steps, per_token * BLOCK_SIZE, memory)
     if not fitting:
         raise SystemExit(f"no cell fits into the {memory >> 20} MiB for keys and values; ask for fewer rows")
     for cell in cells:
@@ -442,7 +460,8 @@ def main() -> None:
     print(
         f"{args.model}, {args.quantization or args.dtype}: {engine.bytes.weights / 1e6:.1f} MB of weights, "
         f"{(engine.bytes.layers + engine.bytes.head) / 1e6:.1f} of them read in a step of greedy rows, "
-        f"{engine.bytes.kv_per_token} bytes of keys and values a token\n"
+        f"{engine.bytes.kv_per_token} bytes of keys and values a token; unpacked, in "
+        f"{args.dtype}, the weights are {engine.bytes.unpacked / 1e6:.1f} MB\n"
         f"read bandwidth {bandwidth.best / 1e9:.1f} GB/s, the best of {len(bandwidth.passes)} passes "
         f"(median {statistics.median(bandwidth.passes) / 1e9:.1f}): the limit is {limit_ms:.2f} ms\n"
     )
@@ -457,6 +476,7 @@ def main() -> None:
         "steps": len(samples[fitting[0]].step_s),
         "read_bandwidth_gb_per_s": round(bandwidth.best / 1e9, 2),
         "weight_bytes": engine.bytes.weights,
+        "weight_bytes_unpacked": engine.bytes.unpacked,
         "weight_bytes_read": engine.bytes.layers + engine.bytes.head,
         "limit_ms": round(limit_ms, 3),
         "kv_bytes_per_token": engine.bytes.kv_per_token,

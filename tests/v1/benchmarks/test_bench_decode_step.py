@@ -21,7 +21,7 @@ def make_line(script):
         parts = {name: [ms / 1e3 for ms in values] for name, values in (part_ms or {}).items()}
         samples = script.Samples([ms / 1e3 for ms in step_ms], parts)
         return script.cell_figures(
-            cell, samples, script.ModelBytes(1_000_000, 750_000, 250_000, 1_000), bytes_per_s=1e9
+            cell, samples, script.ModelBytes(1_000_000, 750_000, 250_000, 1_000, unpacked=2_000_000), bytes_per_s=1e9
         )
 
     return make
@@ -87,10 +87,11 @@ class TestFigures:
         assert line["step_ms"] == 3.0
         assert line["ratio_to_limit"] == 3.0
         assert line["ratio_to_limit_with_kv"] == 1.5
+        assert line["ratio_to_unpacked_limit"] == 1.5  # weights that are kept in half of their bytes
 
     def test_drafts_share_their_requests_keys(self, script):
         """They add rows, not reads of the cache."""
-        sizes = script.ModelBytes(1, 1, 0, kv_per_token=10)
+        sizes = script.ModelBytes(1, 1, 0, kv_per_token=10, unpacked=1)
         assert sizes.kv(script.Cell(100, 1, 5)) == sizes.kv(script.Cell(100, 1, 0)) == 1_000
         assert sizes.kv(script.Cell(100, 6, 0)) == 6_000
 
@@ -108,6 +109,8 @@ class TestFigures:
             "step_ms_6": 2.5,
             "ratio_to_limit_1": 2.0,
             "ratio_to_limit_6": 2.5,
+            "ratio_to_unpacked_limit_1": 1.0,
+            "ratio_to_unpacked_limit_6": 1.25,
             "ratio_6_to_1": 1.25,
         }
         assert script.headline(lines[3:]) == {"headline_context": 512}
