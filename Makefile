@@ -45,7 +45,7 @@ check: lint test ## Run the linters, then the tests
 test-portable: $(STAMP) ## Run what reaches the kernels without AVX512-BF16 and -VNNI, as on a CPU that has none
 	ENGINE_V1_DISABLE_BF16_DOT=1 ENGINE_V1_DISABLE_INT8_DOT=1 $(BIN)/python -m pytest tests/v1/kernels tests/v1/worker tests/v1/e2e $(ARGS)
 
-verify: $(STAMP) ## Run the slow tests: the whole equality matrix
+verify: $(STAMP) ## Run the slow tests: the whole equality matrix, every example
 	$(BIN)/python -m pytest -m slow -s $(ARGS)
 
 bench: $(STAMP) ## Measure throughput, speculation off and on
