@@ -47,6 +47,7 @@ from engine_v1.kernels.tiles import (
 )
 
 HAS_COMPACT_TILES = HAS_BF16_DOT and HAS_BYTE_PERMUTE
+FEW_ROWS = 2  # up to so many, weights are read fast enough without asking for them
 GROUP_VALUES = 4  # along k: two steps of a bf16 tile
 HEAD_BYTES = 2 * LINE_BYTES
 GROUP_BYTES = 3 * LINE_BYTES
@@ -107,7 +108,7 @@ def _unpack(builder: Any, start: Any, table: Any, number: Any, rows: int) -> lis
     group = offset_by(builder, builder.add(start, builder.mul(number, ir.Constant(I64, GROUP_BYTES))), HEAD_BYTES)
     lines = [offset_by(builder, group, line * LINE_BYTES) for line in range(3)]
     for line in lines:
-        fetch_weights(builder, line, rows, in_parts=True)
+        fetch_weights(builder, line, rows, FEW_ROWS)
     places = load_at(builder, lines[2], _LINE, 2)
     values: list[Any] = []
     for half, line in enumerate(lines[:2]):

@@ -27,6 +27,7 @@ from engine_v1.kernels.intrinsics import (
     iconst,
 )
 from engine_v1.kernels.tiles import (
+    FEW_ROWS,
     LINE_BYTES,
     Emit,
     accumulators,
@@ -78,6 +79,7 @@ def _load_half(builder: Any, address: Any) -> Any:
 def _emit_blocks(kind: str) -> Emit:
     """Return what emits a tile: "int8" with a scale per output behind the blocks, "q8_0" or "q4_1"."""
     four_bits = kind == "q4_1"
+    few_rows = 1 if four_bits else FEW_ROWS
     values_bytes, step_bytes = (FOUR_BIT_VALUES, FOUR_BIT_STEP) if four_bits else (EIGHT_BIT_VALUES, EIGHT_BIT_STEP)
     if kind == "int8":
         step_bytes = values_bytes
@@ -101,7 +103,7 @@ def _emit_blocks(kind: str) -> Emit:
             fact_step = builder.mul(loop.index, ir.Constant(I64, 4))
             blocks = [builder.add(start, step) for start in starts]
             for line in range(0, step_bytes, LINE_BYTES):
-                fetch_weights(builder, offset_by(builder, blocks[0], line), rows, in_parts=four_bits)
+                fetch_weights(builder, offset_by(builder, blocks[0], line), rows, few_rows)
             x_blocks = [builder.add(row, x_step) for row in x_rows]
             dots = [[iconst(0)] * vectors for _ in range(rows)]
             if not four_bits:

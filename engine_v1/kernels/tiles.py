@@ -37,8 +37,7 @@ from engine_v1.kernels.intrinsics import (
 LINE_BYTES = 64  # a vector, and a cache line
 # How far ahead of their use weights are fetched, and how far ahead into the second cache already.
 NEAR_BYTES, FAR_BYTES = 4096, 10240
-# Up to so many rows they are not: of weights that are used as they lie there, and of those put together of parts.
-FEW_ROWS, FEW_ROWS_IN_PARTS = 4, 1
+FEW_ROWS = 4  # up to so many they are not, of weights that are used as they lie there
 _NEAREST_CACHE, _SECOND_CACHE = 0, 2  # LLVM's localities: not to be kept in any other, and from the second on
 
 # Emits the code of one tile: builder, rows, vectors, then the arguments of :func:`tile` from `x` on.
@@ -120,14 +119,14 @@ def fetch_line(builder: Any, at: Any) -> None:
     _prefetch(builder, at, _NEAREST_CACHE)
 
 
-def fetch_weights(builder: Any, at: Any, rows: int, *, in_parts: bool = False) -> None:
-    """Ask for what a tile of so many rows reads a little after the line at an address.
+def fetch_weights(builder: Any, at: Any, rows: int, few_rows: int) -> None:
+    """Ask for what a tile of more than a few rows reads a little after the line at an address.
 
     The nearest cache waits for too few lines at a time to keep a fast memory busy, the second cache for more. Few rows
     use lines faster than anything asks for them: the CPU sees by itself that they follow each other. More work per
     line, where weights are put together of parts, leaves it less time to.
     """
-    if rows > (FEW_ROWS_IN_PARTS if in_parts else FEW_ROWS):
+    if rows > few_rows:
         _prefetch(builder, offset_by(builder, at, NEAR_BYTES), _NEAREST_CACHE)
         _prefetch(builder, offset_by(builder, at, FAR_BYTES), _SECOND_CACHE)
 
@@ -188,7 +187,7 @@ def _emit_float_tile(kind: str, *, of_keys: bool) -> Emit:
                     if of_keys:
                         _prefetch(builder, builder.add(fetch, step), _SECOND_CACHE)
                     else:
-                        fetch_weights(builder, place, rows)
+                        fetch_weights(builder, place, rows, FEW_ROWS)
                 offset = builder.mul(builder.add(done, loop.index), ir.Constant(I64, 4))
                 multiply_rows(builder, kind, x_rows, offset, w, acc)
         store_sums(builder, [[builder.load(slot) for slot in row] for row in acc], out, out_stride)
