@@ -6,7 +6,8 @@ pair see the same machine. Shown is the ratio of their output tokens per second,
 decode time: the median of the pairs, and each pair. Below 1, speculation is slower. Decode time is what is left after
 the time of the prompts, which is that of the same load with one token of output, measured without speculation in the
 same pair: requests that end at different times decode while others' prompts are computed, so that neither can be told
-from a request's own times.
+from a request's own times. The ceiling is what the ratio would be if rows of drafts, lookups and decisions took no time
+at all: decode time over tokens per step.
 
 Every number of requests at a time has a process of its own: engines that were made and closed before leave memory in
 pieces, and the next ones do not get large pages alike.
@@ -81,14 +82,18 @@ def cell_figures(
         (b.wall_s - prompt.wall_s) / (a.wall_s - prompt.wall_s) for a, b, prompt in zip(on, off, prompts, strict=True)
     ]
     total, plain = summarize(on), summarize(off)
+    seconds, seconds_no_spec, seconds_prompts = (
+        round(statistics.median(run.wall_s for run in runs), 3) for runs in (on, off, prompts)
+    )
     return {
         "concurrency": concurrency,
         "category": category,
         "ratio": round(statistics.median(ratios), 4),
         "decode_ratio": round(statistics.median(decode_ratios), 4),
-        "seconds": round(statistics.median(run.wall_s for run in on), 3),
-        "seconds_no_spec": round(statistics.median(run.wall_s for run in off), 3),
-        "seconds_prompts": round(statistics.median(run.wall_s for run in prompts), 3),
+        "seconds": seconds,
+        "seconds_no_spec": seconds_no_spec,
+        "seconds_prompts": seconds_prompts,
+        "seconds_ceiling": round(seconds_prompts + (seconds_no_spec - seconds_prompts) / total.tokens_per_step, 3),
         "ratio_each": [round(ratio, 4) for ratio in ratios],
         "decode_ratio_each": [round(ratio, 4) for ratio in decode_ratios],
         "tokens_per_s": round(total.tokens_per_s, 2),
@@ -104,14 +109,16 @@ def cell_figures(
 
 def format_table(cells: Sequence[dict[str, Any]]) -> str:
     """Lay the cells out, one a line."""
-    header = f"{'at a time':>9}  {'category':<15}{'on/off':>8}{'decode':>8}{'decode share':>14}{'tok/step':>10}"
-    lines = [f"{header}{'drafted/step':>14}{'accepted':>10}{'identical':>11}  pairs"]
+    header = f"{'at a time':>9}  {'category':<15}{'on/off':>8}{'ceiling':>9}{'decode':>8}{'decode share':>14}"
+    lines = [f"{header}{'tok/step':>10}{'drafted/step':>14}{'accepted':>10}{'identical':>11}  pairs"]
     for cell in sorted(cells, key=lambda cell: cell["concurrency"]):
         each = " ".join(f"{ratio:.3f}" for ratio in cell["ratio_each"])
+        ceiling = cell["seconds_no_spec"] / cell["seconds_ceiling"]
         lines.append(
-            f"{cell['concurrency']:>9}  {cell['category']:<15}{cell['ratio']:>8.3f}{cell['decode_ratio']:>8.3f}"
-            f"{cell['decode_share']:>14.0%}{cell['tokens_per_step']:>10.2f}{cell['draft_tokens_per_step']:>14.2f}"
-            f"{cell['acceptance_rate']:>10.0%}{cell['identical']:>8}/{cell['num_prompts']}  {each}"
+            f"{cell['concurrency']:>9}  {cell['category']:<15}{cell['ratio']:>8.3f}{ceiling:>9.3f}"
+            f"{cell['decode_ratio']:>8.3f}{cell['decode_share']:>14.0%}{cell['tokens_per_step']:>10.2f}"
+            f"{cell['draft_tokens_per_step']:>14.2f}{cell['acceptance_rate']:>10.0%}"
+            f"{cell['identical']:>8}/{cell['num_prompts']}  {each}"
         )
     return "\n".join(lines)
 
@@ -122,14 +129,16 @@ def headline(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for concurrency in sorted({cell["concurrency"] for cell in cells}):
         chosen = [cell for cell in cells if cell["concurrency"] == concurrency]
         questions = [cell for cell in chosen if cell["category"] != RANDOM] or chosen
-        on, off, prompts = (
-            sum(cell[name] for cell in questions) for name in ("seconds", "seconds_no_spec", "seconds_prompts")
+        on, off, prompts, ceiling = (
+            sum(cell[name] for cell in questions)
+            for name in ("seconds", "seconds_no_spec", "seconds_prompts", "seconds_ceiling")
         )
         by_concurrency[str(concurrency)] = {
             "worst_ratio": min(cell["ratio"] for cell in chosen),
             "worst_decode_ratio": min(cell["decode_ratio"] for cell in chosen),
             "overall_ratio": round(off / on, 4),
             "overall_decode_ratio": round((off - prompts) / (on - prompts), 4),
+            "overall_ceiling": round(off / ceiling, 4),
         }
     return {
         "worst_ratio": min(cell["ratio"] for cell in cells),
@@ -235,8 +244,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\n{format_table(cells)}\n")
     for concurrency, together in ratios["by_concurrency"].items():
         print(
-            f"{concurrency} at a time, all categories but random: {together['overall_ratio']:.3f} on/off, "
-            f"{together['overall_decode_ratio']:.3f} decode"
+            f"{concurrency} at a time, all categories but random: {together['overall_ratio']:.3f} on/off "
+            f"(ceiling {together['overall_ceiling']:.3f}), {together['overall_decode_ratio']:.3f} decode"
         )
     print(json.dumps(ratios | {"cells": cells, "machine": machine}))
 

@@ -24,6 +24,7 @@ def test_ratios_are_medians_of_pairs(script):
     assert cell["decode_ratio_each"] == [3.0, 1.0, 0.75]
     assert (cell["tokens_per_step"], cell["draft_tokens_per_step"], cell["acceptance_rate"]) == (2.0, 2.0, 0.5)
     assert (cell["identical"], cell["num_prompts"]) == (1, 1)
+    assert cell["seconds_ceiling"] == 2.5  # 1 s of the prompt, and 3 s at two tokens a step
     prompt = make_run(1.0, 0.0)
     other = script.cell_figures(16, "qa", [make_run(1.0, 1.0, token_ids=(1, 2, 4))], off[:1], [prompt])
     assert other["identical"] == 0
@@ -40,7 +41,7 @@ def test_the_worst_cell_is_the_headline(script):
     headline = script.headline(cells)
     assert (headline["worst_ratio"], headline["worst_decode_ratio"], headline["num_cells"]) == (0.8889, 0.8571, 3)
     alone = {"worst_ratio": 2.0, "worst_decode_ratio": 3.0, "overall_ratio": 2.0, "overall_decode_ratio": 3.0}
-    assert headline["by_concurrency"]["1"] == alone
+    assert headline["by_concurrency"]["1"] == alone | {"overall_ceiling": 1.0}
     # 4 s each, of which 1 s the prompt's; with drafts 4.5 and 4 s
     together = {"overall_ratio": 0.9412, "overall_decode_ratio": 0.9231}
     assert headline["by_concurrency"]["16"].items() >= together.items()
